@@ -1,0 +1,136 @@
+"""One engine's control side: is it well, what does it serve, how does it hash, how busy is it.
+
+httpx, since none of this is on the path of a request. The names are vLLM's own metrics
+(docs.vllm.ai, "Production metrics") and fields of its /v1/models.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from connector.errors import BadAnswer, Disconnected, TimedOut, Unreachable, WireError
+
+_WANTED = (
+    "vllm:cache_config_info",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting{",
+    "vllm:kv_cache_usage_perc",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One entry of an engine's /v1/models; `raw` is the entry with every field vLLM gave it."""
+
+    id: str
+    root: str | None
+    """The model's or the adapter's path on the engine."""
+    parent: str | None
+    """The base model of an adapter; None for a base model."""
+    raw: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFacts:
+    """vllm:cache_config_info. None where the engine does not say."""
+
+    block_size: int | None
+    algorithm: str | None
+    blocks: int | None
+    """KV blocks of the engine's own cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy the engine says it is."""
+
+    running: float
+    waiting: float
+    cache_usage: float
+    """Share of the engine's KV blocks in use, 0 to 1."""
+
+
+class EngineControl:
+    """The control side of one engine. Every call raises a `WireError` when it fails."""
+
+    def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 5.0) -> None:
+        self._origin = url
+        self._timeout = timeout
+        self._client = httpx.AsyncClient(
+            base_url=url,
+            timeout=timeout,
+            trust_env=False,
+            follow_redirects=False,
+            headers={"authorization": f"Bearer {api_key}"} if api_key else None,
+        )
+
+    async def healthy(self) -> bool:
+        return (await self._get("/health")).status_code == 200
+
+    async def models(self) -> tuple[Card, ...]:
+        answer = await self._get("/v1/models")
+        try:
+            entries = answer.json()["data"]
+            return tuple(
+                Card(id=entry["id"], root=entry.get("root"), parent=entry.get("parent"), raw=entry) for entry in entries
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadAnswer(self._origin, "its /v1/models is not a list of models") from error
+
+    async def metrics(self) -> tuple[CacheFacts, Load | None]:
+        """What /metrics says of the cache and the load. The load is None where a gauge is missing."""
+        answer = await self._get("/metrics")
+        lines = [line for line in answer.text.splitlines() if line.startswith(_WANTED)]
+        values: dict[str, float] = {}
+        labels: dict[str, str] = {}
+        try:
+            for family in text_string_to_metric_families("\n".join(lines) + "\n"):
+                for sample in family.samples:
+                    values[sample.name] = sample.value
+                    if sample.name == "vllm:cache_config_info":
+                        labels = sample.labels
+        except ValueError as error:
+            raise BadAnswer(self._origin, "its /metrics is not in Prometheus' format") from error
+        return _cache_facts(labels), _load(values)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _get(self, path: str) -> httpx.Response:
+        try:
+            return await self._client.get(path)
+        except httpx.TimeoutException:
+            raise TimedOut(self._origin, "head", self._timeout) from None
+        except httpx.ConnectError as error:
+            raise Unreachable(self._origin, "no connection") from error
+        except httpx.HTTPError as error:
+            raise Disconnected(self._origin, type(error).__name__) from error
+
+
+def _cache_facts(labels: Mapping[str, str]) -> CacheFacts:
+    def number(name: str) -> int | None:
+        text = labels.get(name, "")
+        return int(text) if text.isdigit() and int(text) > 0 else None
+
+    return CacheFacts(
+        block_size=number("block_size"),
+        algorithm=labels.get("prefix_caching_hash_algo"),
+        blocks=number("num_gpu_blocks"),
+    )
+
+
+def _load(values: Mapping[str, float]) -> Load | None:
+    try:
+        return Load(
+            running=values["vllm:num_requests_running"],
+            waiting=values["vllm:num_requests_waiting"],
+            cache_usage=values["vllm:kv_cache_usage_perc"],
+        )
+    except KeyError:
+        return None
+
+
+__all__ = ["CacheFacts", "Card", "EngineControl", "Load", "WireError"]

@@ -1,0 +1,128 @@
+"""Puts the house together: from a configuration to an application, opened and closed in order."""
+
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from connector.blocks import Algorithm
+from connector.mooncake import Master, Ranks
+from connector.tokens import Tokenizer
+from connector.wire import Timeouts
+from gateway import config
+from gateway.api import Surface, surface
+from gateway.fleet import EngineSpec, Fleet
+from gateway.limits import Limits
+from gateway.models import Model, Pool
+from gateway.relay import Relay
+from gateway.serve import Bounds, Serve
+from gateway.tenants import Tenant, Tenants
+from gateway.trace import Telemetry
+from policies.least_loaded import LeastLoaded
+from policies.load import load as load_policy
+
+log = logging.getLogger("moongate")
+
+
+def build(settings: config.Config) -> Surface:
+    """The application. Raises `NoTokenizer` or `BadPolicy` where the configuration names what is not there."""
+    telemetry = Telemetry(otlp=settings.telemetry.otlp, sample=settings.telemetry.sample)
+    tenants = _tenants(settings)
+    fleet = _fleet(settings)
+    pools = {name: Pool(name, Master(pool.admin, pool.deadline_ms / 1000)) for name, pool in settings.pools.items()}
+    models = {model.name: _model(model, pools) for model in settings.models}
+    serve = Serve(
+        tenants=tenants,
+        limits=Limits(time.monotonic),
+        models=models,
+        fleet=fleet,
+        policy=load_policy(settings.policy.use, settings.policy.settings),
+        fallback=LeastLoaded(),
+        relay=Relay(fleet, telemetry, attempts=settings.retries.attempts, total=settings.timeouts.total),
+        telemetry=telemetry,
+        bounds=Bounds(
+            body_bytes=settings.listen.max_body_bytes,
+            body=settings.timeouts.body,
+            handoff=settings.timeouts.handoff,
+            attempts=settings.retries.attempts,
+            local_prefill=settings.retries.local_prefill,
+        ),
+        expose_routing=settings.telemetry.expose_routing,
+    )
+
+    @asynccontextmanager
+    async def life(_: FastAPI) -> AsyncIterator[None]:
+        if settings.auth.mode == "none":
+            log.warning("AUTH IS OFF: everybody who reaches this port is the tenant 'anonymous'")
+        await fleet.open()
+        try:
+            yield
+        finally:
+            await fleet.close()
+            for pool in pools.values():
+                pool.master.close()
+            telemetry.close()
+
+    return surface(
+        serve,
+        tenants=tenants,
+        fleet=fleet,
+        models=tuple(models),
+        telemetry=telemetry,
+        admin_key=settings.admin.key.get_secret_value() if settings.admin.key is not None else None,
+        lifespan=life,
+    )
+
+
+def _tenants(settings: config.Config) -> Tenants:
+    secret = settings.secret.get_secret_value() if settings.secret is not None else None
+    if settings.auth.mode == "none":
+        return Tenants(None, secret)
+    by_digest = {
+        key.sha256.get_secret_value().lower(): Tenant(
+            name=tenant.name,
+            share=tenant.share,
+            salt_epoch=tenant.salt_epoch,
+            requests_per_minute=tenant.requests_per_minute,
+            tokens_per_minute=tenant.tokens_per_minute,
+            concurrent=tenant.concurrent,
+        )
+        for tenant in settings.tenants
+        for key in tenant.keys
+    }
+    return Tenants(by_digest, secret)
+
+
+def _fleet(settings: config.Config) -> Fleet:
+    specs = [
+        EngineSpec(
+            url=engine.url,
+            model=engine.model,
+            role=engine.role,
+            api_key=engine.api_key.get_secret_value() if engine.api_key is not None else None,
+        )
+        for engine in settings.engines.static
+    ]
+    limits = settings.timeouts
+    return Fleet(
+        specs,
+        timeouts=Timeouts(connect=limits.connect, head=limits.head, idle=limits.idle),
+        poll=settings.engines.poll_seconds,
+        clock=time.monotonic,
+    )
+
+
+def _model(model: config.Model, pools: dict[str, Pool]) -> Model:
+    keys = model.keys
+    return Model(
+        name=model.name,
+        tokenizer=Tokenizer(model.tokenizer) if model.tokenizer is not None else None,
+        pool=pools[model.pool] if model.pool is not None else None,
+        algorithm=None if model.hash == "auto" else Algorithm(model.hash),
+        block_size=None if model.block_size == "auto" else model.block_size,
+        seed=model.hash_seed,
+        key_prefix=None if keys.prefix == "auto" else keys.prefix,
+        ranks=Ranks(tp=keys.tp, pp=keys.pp, pcp=keys.pcp, dcp=keys.dcp, kv_heads=keys.kv_heads),
+    )

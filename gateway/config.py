@@ -1,0 +1,298 @@
+"""Every setting, one frozen tree. The only file that reads a file or the environment.
+
+A YAML file holds the tree; any value in it can be set from outside as MOONGATE_SECTION__KEY, which
+wins over the file. Unknown keys are errors that name the nearest known one.
+"""
+
+import os
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used; the message has one line for each fault."""
+
+
+def _origin(url: str) -> str:
+    parts = urlsplit(url)
+    plain = parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/")
+    if not plain or parts.query or parts.fragment or parts.username is not None:
+        raise ValueError("must be http://HOST:PORT or https://HOST:PORT, with no path and no user")
+    return url.rstrip("/")
+
+
+def _from_environment(value: object) -> object:
+    """`{env: NAME}` stands for the environment variable NAME."""
+    if isinstance(value, dict) and value.keys() == {"env"}:
+        name = str(value["env"])
+        if not os.environ.get(name):
+            raise ValueError(f"the environment variable {name} is not set")
+        return os.environ[name]
+    return value
+
+
+Origin = Annotated[str, AfterValidator(_origin)]
+Secret = Annotated[SecretStr, BeforeValidator(_from_environment)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}$")]
+
+
+class Section(BaseModel):
+    """A part of the tree: frozen, and strict about its keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, data: Any) -> Any:
+        _refuse_unknown(cls, data)
+        return data
+
+
+def _refuse_unknown(section: type[BaseModel], data: object) -> None:
+    if not isinstance(data, dict):
+        return
+    for key in data:
+        if key not in section.model_fields:
+            near = get_close_matches(str(key), section.model_fields, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(section.model_fields)}"
+            raise ValueError(f"unknown key {key!r}; {hint}")
+
+
+class Listen(Section):
+    host: str = "127.0.0.1"
+    """Address the gateway binds."""
+    port: int = Field(8000, ge=0, le=65535)
+    """Port the gateway binds."""
+    max_body_bytes: int = Field(32 * 1024 * 1024, gt=0)
+    """Largest request body; above it the answer is 413."""
+
+
+class Admin(Section):
+    key: Secret | None = None
+    """Bearer key of /metrics. Without one, /metrics answers loopback only."""
+
+
+class Auth(Section):
+    mode: Literal["keys", "none"] = "keys"
+    """keys: a tenant's API key is needed. none: everybody is one tenant, `anonymous`."""
+
+
+class Pool(Section):
+    admin: list[Origin] = Field(min_length=1)
+    """HTTP (metrics) ports of the pool's Mooncake masters."""
+    deadline_ms: float = Field(5, gt=0)
+    """How long a look-up may take before residency counts as unknown."""
+
+
+class Keys(Section):
+    prefix: str = "auto"
+    """What stands before @tp_rank in the pool's keys. auto: the model folder's name on the engines."""
+    tp: int = Field(1, ge=1)
+    """--tensor-parallel-size of the engines."""
+    pp: int = Field(1, ge=1)
+    """--pipeline-parallel-size of the engines."""
+    pcp: int = Field(1, ge=1)
+    """--prefill-context-parallel-size of the engines."""
+    dcp: int = Field(1, ge=1)
+    """--decode-context-parallel-size of the engines."""
+    kv_heads: int | None = Field(None, ge=1)
+    """KV heads of the model, where there are fewer than tp."""
+
+
+class Model(Section):
+    name: Name
+    """The name that clients use and engines serve."""
+    tokenizer: Path | None = None
+    """Folder with tokenizer.json and the chat template. Without one, requests are placed by load."""
+    pool: str | None = None
+    """The pool that this model's engines share."""
+    hash: Literal["auto", "sha256", "sha256_cbor", "xxhash", "xxhash_cbor"] = "auto"
+    """--prefix-caching-hash-algo. auto: as the engines say."""
+    hash_seed: str | None = Field(None, coerce_numbers_to_str=True)
+    """PYTHONHASHSEED of the engines, if set. It cannot be read from them."""
+    block_size: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
+    """--block-size. auto: as the engines say."""
+    keys: Keys = Keys()
+
+
+class Engine(Section):
+    url: Origin
+    """Where the engine listens."""
+    model: str
+    """Which of `models` it serves."""
+    role: Literal["both", "prefill", "decode"] = "both"
+    """What it may be used for."""
+    api_key: Secret | None = None
+    """Sent to the engine as its bearer key."""
+
+
+class Engines(Section):
+    static: list[Engine] = []
+    """The engines, one by one."""
+    poll_seconds: float = Field(1.0, gt=0)
+    """How often each engine's health and load are read."""
+
+
+class PolicyChoice(Section):
+    use: str = "cache_aware"
+    """round_robin, least_loaded, cache_aware, disaggregated, an installed policy, or module:Class."""
+    settings: dict[str, Any] = {}
+    """What the policy's constructor takes."""
+
+
+class Timeouts(Section):
+    body: float = Field(60, gt=0)
+    """Seconds for a client to send its request body."""
+    connect: float = Field(5, gt=0)
+    """Seconds for a connection to an engine."""
+    head: float = Field(600, gt=0)
+    """Seconds until an engine's answer begins; a long prefill takes minutes."""
+    idle: float = Field(60, gt=0)
+    """Seconds between two pieces of an answer."""
+    total: float = Field(3600, gt=0)
+    """Seconds for a whole request."""
+    handoff: float = Field(10, gt=0)
+    """Seconds for a prefilled prompt's last block to appear in the pool."""
+
+
+class Retries(Section):
+    attempts: int = Field(2, ge=1, le=10)
+    """Engines that are tried for a request before its first byte."""
+    local_prefill: bool = False
+    """After failed prefill legs: true lets the decode engine compute the prompt, false is an error."""
+
+
+class TenantKey(Section):
+    sha256: Annotated[SecretStr, Field(min_length=64, max_length=64)]
+    """SHA-256 of the key in hex: printf %s KEY | sha256sum."""
+
+
+class Tenant(Section):
+    name: Name
+    """Stands in metrics and traces."""
+    keys: list[TenantKey] = Field(min_length=1)
+    """API keys, hashed."""
+    share: Name | None = None
+    """Tenants with the same `share` share one cache domain. None: its own."""
+    salt_epoch: int = 0
+    """Another number is another salt: everything cached for the tenant is left behind."""
+    requests_per_minute: int | None = Field(None, gt=0)
+    """None: no limit."""
+    tokens_per_minute: int | None = Field(None, gt=0)
+    """Prompt and completion tokens. None: no limit."""
+    concurrent: int | None = Field(None, gt=0)
+    """Requests under way at once. None: no limit."""
+
+
+class Telemetry(Section):
+    otlp: str | None = None
+    """OTLP/HTTP endpoint for traces, such as http://127.0.0.1:4318/v1/traces."""
+    sample: float = Field(1.0, ge=0, le=1)
+    """Share of requests traced, where the client's traceparent does not say."""
+    expose_routing: bool = False
+    """Add x-moongate-route to answers: engines, policy, reason, predicted tokens."""
+
+
+class Config(BaseSettings):
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix="MOONGATE_", env_nested_delimiter="__")
+
+    listen: Listen = Listen()
+    admin: Admin = Admin()
+    auth: Auth = Auth()
+    secret: Secret | None = None
+    """Key of the HMAC that makes the tenants' salts. Needed with auth mode keys."""
+    pools: dict[str, Pool] = {}
+    models: list[Model] = Field(min_length=1)
+    engines: Engines = Engines()
+    policy: PolicyChoice = PolicyChoice()
+    timeouts: Timeouts = Timeouts()
+    retries: Retries = Retries()
+    tenants: list[Tenant] = []
+    telemetry: Telemetry = Telemetry()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, data: Any) -> Any:
+        _refuse_unknown(cls, data)
+        return data
+
+    @model_validator(mode="after")
+    def _references(self) -> Self:
+        models = [model.name for model in self.models]
+        _distinct("models", models)
+        _distinct("tenants", [tenant.name for tenant in self.tenants])
+        _distinct("engines.static", [engine.url for engine in self.engines.static])
+        for model in self.models:
+            if model.pool is not None and model.pool not in self.pools:
+                raise ValueError(f"models: {model.name} names the pool {model.pool!r}, which is not under pools")
+        for engine in self.engines.static:
+            if engine.model not in models:
+                raise ValueError(f"engines.static: {engine.url} serves {engine.model!r}, which is not under models")
+        if self.auth.mode == "keys" and (not self.tenants or self.secret is None):
+            raise ValueError("auth mode keys needs a secret and at least one tenant (or set auth: {mode: none})")
+        digests = [key.sha256.get_secret_value().lower() for tenant in self.tenants for key in tenant.keys]
+        if any(digest.strip("0123456789abcdef") for digest in digests):
+            raise ValueError("tenants: a key's sha256 must be 64 hexadecimal digits")
+        if len(set(digests)) < len(digests):
+            raise ValueError("tenants: two tenants have the same key")
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The environment over the file, and nothing else."""
+        return env_settings, init_settings
+
+
+def _distinct(where: str, names: list[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{where}: {name!r} stands there twice")
+
+
+def load(path: Path) -> Config:
+    """Read and check a configuration. Raises `ConfigError`."""
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: must hold a mapping of sections, such as 'models:' and 'engines:'")
+    try:
+        return Config(**{str(key): value for key, value in tree.items()})
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{path}: {_line(dict(fault))}" for fault in error.errors())) from error
+
+
+def _line(fault: dict[str, Any]) -> str:
+    where = ".".join(str(part) for part in fault["loc"])
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    return f"{where}: {message}" if where else message
+
+
+def masked(config: Config) -> dict[str, Any]:
+    """The effective tree with every secret masked, for people to read."""
+    return config.model_dump(mode="json")

@@ -1,0 +1,268 @@
+"""Which engines are alive, how busy each is, and what each is thought to hold.
+
+Our own requests are counted exactly, by leases. An engine's own word (health, queue, cache) is read
+every `poll` seconds and carries its age. What an engine holds of a prompt is estimated from what
+was sent there: an LRU of as many block hashes as the engine says it has blocks, forgotten when the
+engine was away.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from connector.blocks import Adapter, Prefix
+from connector.errors import WireError
+from connector.vllm import CacheFacts, Card, EngineControl, Load
+from connector.wire import Timeouts, Wire
+from policies.interface import Candidate, Role
+
+log = logging.getLogger("moongate")
+
+DEFAULT_BLOCKS = 65_536
+"""Blocks remembered for an engine that does not say how many it has: some 10 MB."""
+CARDS_EVERY = 10
+"""Polls between two readings of /v1/models (adapters come and go)."""
+STALE_AFTER = 5
+"""Polls after which an engine's word on its load counts as missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """One engine as configured."""
+
+    url: str
+    model: str
+    role: Role = "both"
+    api_key: str | None = None
+
+
+class Held:
+    """The blocks that an engine is thought to hold. Bounded by the engine's own number of blocks."""
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[bytes, None] = OrderedDict()
+        self.capacity = DEFAULT_BLOCKS
+
+    def run(self, prefix: Prefix) -> int:
+        """How many leading blocks of a prompt are held."""
+        count = 0
+        for block in prefix.hashes[: prefix.reusable]:
+            if block not in self._blocks:
+                break
+            count += 1
+        return count
+
+    def add(self, prefix: Prefix) -> None:
+        """The engine has computed or loaded this prompt. Its tail is forgotten first, as vLLM does."""
+        for block in reversed(prefix.hashes):
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+        while len(self._blocks) > self.capacity:
+            self._blocks.popitem(last=False)
+
+    def clear(self) -> None:
+        self._blocks.clear()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+
+class Engine:
+    """One engine and what is known of it now."""
+
+    def __init__(self, spec: EngineSpec, timeouts: Timeouts, poll_timeout: float) -> None:
+        self.spec = spec
+        self.id = urlsplit(spec.url).netloc
+        self.wire = Wire(spec.url, timeouts)
+        self.control = EngineControl(spec.url, api_key=spec.api_key, timeout=poll_timeout)
+        self.headers: tuple[tuple[bytes, bytes], ...] = (
+            ((b"authorization", b"Bearer " + spec.api_key.encode()),) if spec.api_key else ()
+        )
+        self.held = Held()
+        self.cards: tuple[Card, ...] = ()
+        self.facts = CacheFacts(block_size=None, algorithm=None, blocks=None)
+        self.trouble: str | None = "not asked yet"
+        """Why it gets no work; None when it does."""
+        self.requests = 0
+        self.backlog = 0
+        self._load: Load | None = None
+        self._load_at = 0.0
+
+    @property
+    def alive(self) -> bool:
+        return self.trouble is None
+
+    def waiting(self, oldest: float) -> float | None:
+        """The engine's own queue, if it was read since `oldest`."""
+        return self._load.waiting if self._load is not None and self._load_at >= oldest else None
+
+    def heard(self, load: Load | None, now: float) -> None:
+        if load is not None:
+            self._load, self._load_at = load, now
+
+    def lost(self, trouble: str) -> None:
+        """It is away. What it held may be gone when it is back."""
+        if self.trouble != trouble:
+            log.warning("engine %s is out: %s", self.id, trouble)
+        self.trouble = trouble
+        self.held.clear()
+
+    def back(self) -> None:
+        if self.trouble is not None:
+            log.info("engine %s is in", self.id)
+        self.trouble = None
+
+
+class Lease:
+    """A request's hold on an engine, for as long as it is under way there."""
+
+    __slots__ = ("_backlog", "_prefix", "engine")
+
+    def __init__(self, engine: Engine, backlog: int, prefix: Prefix | None) -> None:
+        self.engine = engine
+        self._backlog = backlog
+        self._prefix = prefix
+
+    def prefilled(self, computed: bool) -> None:
+        """The first byte is there. If the prompt was computed, the engine holds it."""
+        self.release()
+        if computed and self._prefix is not None and self.engine.alive:
+            self.engine.held.add(self._prefix)
+
+    def release(self) -> None:
+        """The prompt is no longer before the engine."""
+        self.engine.backlog -= self._backlog
+        self._backlog = 0
+
+
+class Fleet:
+    """The engines."""
+
+    def __init__(
+        self,
+        specs: Sequence[EngineSpec],
+        *,
+        timeouts: Timeouts,
+        poll: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._engines = {engine.id: engine for spec in specs if (engine := Engine(spec, timeouts, max(poll, 1.0) * 3))}
+        self._poll = poll
+        self._clock = clock
+        self._watchers: list[asyncio.Task[None]] = []
+        self._seen_facts: dict[str, frozenset[CacheFacts]] = {}
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        return tuple(self._engines.values())
+
+    async def open(self) -> None:
+        """Ask every engine once, then keep watching. Engines that are down do not hold this up for long."""
+        await asyncio.gather(*(self._ask(engine, cards=True) for engine in self.engines))
+        self._watchers = [asyncio.create_task(self._watch(engine)) for engine in self.engines]
+
+    async def close(self) -> None:
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        for engine in self.engines:
+            engine.wire.close()
+            await engine.control.close()
+
+    def adapter(self, name: str) -> tuple[str, Adapter] | None:
+        """The base model and the adapter that engines list under `name`, if one does."""
+        for engine in self.engines:
+            for card in engine.cards:
+                if card.id == name and card.parent is not None and card.root is not None:
+                    return engine.spec.model, Adapter(name, card.root)
+        return None
+
+    def root(self, model: str) -> str | None:
+        """The model's path on its engines (`root` of /v1/models)."""
+        for engine in self.engines:
+            for card in engine.cards:
+                if engine.spec.model == model == card.id and card.root:
+                    return card.root
+        return None
+
+    def facts(self, model: str) -> frozenset[CacheFacts]:
+        """What the living engines of a model say of their caches; one element where they agree."""
+        return self._seen_facts.get(model, frozenset())
+
+    def candidates(self, model: str, adapter: Adapter | None, prefix: Prefix | None) -> list[Candidate]:
+        """The living engines of a model, as they stand now."""
+        oldest = self._clock() - STALE_AFTER * self._poll
+        return [
+            Candidate(
+                id=engine.id,
+                role=engine.spec.role,
+                requests=engine.requests,
+                tokens=engine.backlog,
+                waiting=engine.waiting(oldest),
+                own_tokens=engine.held.run(prefix) * prefix.block_size if prefix is not None else 0,
+            )
+            for engine in self.engines
+            if engine.alive
+            and engine.spec.model == model
+            and (adapter is None or any(card.id == adapter.name for card in engine.cards))
+        ]
+
+    @contextmanager
+    def lease(self, engine_id: str, backlog: int, prefix: Prefix | None) -> Iterator[Lease]:
+        """Count a request on an engine until the block ends, however it ends.
+
+        `backlog` is the prompt tokens that it will have to compute.
+        """
+        engine = self._engines[engine_id]
+        engine.requests += 1
+        engine.backlog += backlog
+        lease = Lease(engine, backlog, prefix)
+        try:
+            yield lease
+        finally:
+            engine.requests -= 1
+            lease.release()
+
+    def suspect(self, engine_id: str, trouble: str) -> None:
+        """No connection could be made: no more work until the next poll finds the engine well."""
+        engine = self._engines[engine_id]
+        engine.lost(trouble)
+        self._agree(engine.spec.model)
+
+    async def _watch(self, engine: Engine) -> None:
+        polls = 0
+        while True:
+            await asyncio.sleep(self._poll)
+            polls += 1
+            await self._ask(engine, cards=not engine.alive or polls % CARDS_EVERY == 0)
+
+    async def _ask(self, engine: Engine, *, cards: bool) -> None:
+        try:
+            if not await engine.control.healthy():
+                engine.lost("its /health is not 200")
+                return
+            if cards:
+                engine.cards = await engine.control.models()
+            facts, load = await engine.control.metrics()
+        except WireError as error:
+            engine.lost(error.detail)
+            return
+        finally:
+            self._agree(engine.spec.model)
+        if not any(card.id == engine.spec.model for card in engine.cards):
+            engine.lost(f"it does not serve {engine.spec.model}; set its --served-model-name, or the model's name")
+            return
+        engine.facts = facts
+        engine.held.capacity = facts.blocks or DEFAULT_BLOCKS
+        engine.heard(load, self._clock())
+        engine.back()
+        self._agree(engine.spec.model)
+
+    def _agree(self, model: str) -> None:
+        self._seen_facts[model] = frozenset(
+            engine.facts for engine in self.engines if engine.alive and engine.spec.model == model
+        )

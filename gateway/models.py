@@ -1,0 +1,56 @@
+"""A model: its tokenizer, how its engines hash, how the pool names its blocks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from connector.blocks import Algorithm, HashScheme
+from connector.errors import Inexact
+from connector.mooncake import KeyScheme, Master, Ranks
+from connector.tokens import Tokenizer
+from connector.vllm import CacheFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A pool's name and its master."""
+
+    name: str
+    master: Master
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One model as configured; what is `None` here is asked of the engines."""
+
+    name: str
+    tokenizer: Tokenizer | None = None
+    pool: Pool | None = None
+    algorithm: Algorithm | None = None
+    block_size: int | None = None
+    seed: str | None = None
+    key_prefix: str | None = None
+    ranks: Ranks = field(default_factory=Ranks)
+
+    def scheme(self, facts: frozenset[CacheFacts]) -> HashScheme:
+        """How this model's engines hash. Raises `Inexact` where that is not known."""
+        sizes = {self.block_size} if self.block_size else {fact.block_size for fact in facts}
+        names = {self.algorithm} if self.algorithm else {fact.algorithm for fact in facts}
+        if len(sizes) > 1 or len(names) > 1:
+            raise Inexact("engines_disagree")
+        size = next(iter(sizes), None)
+        name = next(iter(names), None)
+        if size is None:
+            raise Inexact("block_size_unknown")
+        if name is None or name not in set(Algorithm):
+            raise Inexact("algorithm_unknown")
+        scheme = HashScheme(Algorithm(name), size, self.seed)
+        if not scheme.exact:
+            raise Inexact("random_seed")
+        return scheme
+
+    def keys(self, root: Callable[[str], str | None]) -> KeyScheme | None:
+        """How the pool names this model's blocks; None while no engine has said its model folder."""
+        if self.key_prefix is not None:
+            return KeyScheme.of(self.key_prefix, self.ranks)
+        folder = root(self.name)
+        return KeyScheme.of(folder.rstrip("/").split("/")[-1], self.ranks) if folder else None

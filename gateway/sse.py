@@ -1,0 +1,111 @@
+"""A stream of server-sent events on its way through. Bytes stay bytes.
+
+Events are separated on LF, CR and CRLF only (WHATWG HTML, 9.2.6), whatever chunks they came in, and
+go on in whole events. An event is parsed only where it must be: when a word in it says that it
+carries the usage, an error, an abort, or something that is private between engines.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+MAX_EVENT = 1024 * 1024
+"""Bytes of an unfinished event that are held; a longer one goes through in pieces, unread."""
+
+_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+_NOTEWORTHY = re.compile(rb'\[DONE\]|"usage":\s*\{|"error":|"finish_reason":\s*"abort"|"kv_transfer_params":\s*[^\sn]')
+
+
+class EventStream:
+    """Reads what the gateway needs to know from a stream, and hides what is not the client's."""
+
+    def __init__(self, *, hide_usage: bool) -> None:
+        """`hide_usage`: the usage event was asked for by the gateway, not by the client."""
+        self._hide_usage = hide_usage
+        self._rest = b""
+        self.usage: Mapping[str, Any] | None = None
+        self.error: Mapping[str, Any] | None = None
+        """The engine's error object, if it sent one."""
+        self.done = False
+        """`data: [DONE]` came by."""
+        self.aborted = False
+        """The engine gave the request up: finish_reason abort."""
+
+    def feed(self, piece: bytes) -> bytes:
+        """Take a piece, return what may go on."""
+        data = self._rest + piece if self._rest else piece
+        end = _last_end(data)
+        if end == 0:
+            if len(data) > MAX_EVENT:
+                self._rest = b""
+                return data
+            self._rest = data
+            return b""
+        if end == len(data):
+            self._rest = b""
+        else:
+            self._rest = data[end:]
+            data = data[:end]
+        if _NOTEWORTHY.search(data) is None:
+            return data
+        return self._read(data)
+
+    def rest(self) -> bytes:
+        """What is left when the engine has ended: an event without its blank line."""
+        data, self._rest = self._rest, b""
+        return self._read(data) if data else b""
+
+    def _read(self, data: bytes) -> bytes:
+        kept: list[bytes] = []
+        start = 0
+        for mark in _END.finditer(data):
+            kept.append(self._event(data[start : mark.end()]))
+            start = mark.end()
+        if start < len(data):
+            kept.append(self._event(data[start:]))
+        return b"".join(kept)
+
+    def _event(self, event: bytes) -> bytes:
+        """The event as it goes on: unchanged, without what is private, or not at all."""
+        if self.aborted:
+            return b""
+        if _NOTEWORTHY.search(event) is None:
+            return event
+        lines = re.split(rb"\r\n|\n|\r", event)
+        payload = b"\n".join(line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:"))
+        if payload == b"[DONE]":
+            self.done = True
+            return event
+        try:
+            data = orjson.loads(payload)
+        except orjson.JSONDecodeError:
+            return event
+        return self._data(event, data) if isinstance(data, dict) else event
+
+    def _data(self, event: bytes, data: dict[str, Any]) -> bytes:
+        if isinstance(data.get("error"), dict):
+            self.error = data["error"]
+        choices = data.get("choices")
+        if isinstance(choices, list):
+            reasons = [choice.get("finish_reason") for choice in choices if isinstance(choice, dict)]
+            self.aborted = "abort" in reasons
+        usage = data.get("usage")
+        if isinstance(usage, dict):
+            self.usage = usage
+        if self.aborted or (self._hide_usage and isinstance(usage, dict) and choices == []):
+            return b""
+        if data.pop("kv_transfer_params", None) is not None:
+            return b"data: " + orjson.dumps(data) + b"\n\n"
+        return event
+
+
+def _last_end(data: bytes) -> int:
+    """Where the last whole event ends; 0 if there is none."""
+    end = 0
+    for mark in (b"\n\n", b"\r\n\r\n", b"\r\r"):
+        at = data.rfind(mark)
+        if at >= 0:
+            end = max(end, at + len(mark))
+    return end

@@ -1,0 +1,176 @@
+"""Spans, metrics, and the names of both. The only file that knows OpenTelemetry and Prometheus.
+
+A request makes one root span. Its steps become child spans when it has ended, from the times that
+were noted on the way, and only where the trace is recorded: live SDK spans for each step would cost
+ten times as much, sampled or not. Label values come from the configuration, never from a client.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from opentelemetry import trace as otel
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.propagators.textmap import Getter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+Fact = str | int | float | bool
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_TOKENS = (0.0, 1.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 4096.0, 16384.0)
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+
+class _Headers(Getter[list[tuple[bytes, bytes]]]):
+    def get(self, carrier: list[tuple[bytes, bytes]], key: str) -> list[str] | None:
+        wanted = key.encode()
+        return [value.decode("latin-1") for name, value in carrier if name == wanted] or None
+
+    def keys(self, carrier: list[tuple[bytes, bytes]]) -> list[str]:
+        return [name.decode("latin-1") for name, _ in carrier]
+
+
+_PROPAGATOR = TraceContextTextMapPropagator()
+_HEADERS = _Headers()
+
+
+class Trace:
+    """One request's notes: the times of its steps and the facts of its placement."""
+
+    __slots__ = ("_facts", "_marked", "_span", "_steps", "_traceparent", "started")
+
+    def __init__(self, span: otel.Span | None, traceparent: bytes | None) -> None:
+        self._span = span
+        self._traceparent = traceparent
+        self._facts: dict[str, Fact] = {}
+        self._steps: list[tuple[str, int, int]] = []
+        self.started = time.perf_counter()
+        self._marked = time.time_ns() if span is not None else 0
+
+    def step(self, name: str) -> None:
+        """The step called `name` ends now; it began where the one before it ended."""
+        if self._span is not None:
+            now = time.time_ns()
+            self._steps.append((name, self._marked, now))
+            self._marked = now
+
+    def fact(self, name: str, value: Fact | None) -> None:
+        """Note an attribute of the root span; None notes nothing."""
+        if self._span is not None and value is not None:
+            self._facts[name] = value
+
+    def context(self) -> list[tuple[bytes, bytes]]:
+        """The headers that make an engine's span a child of this request."""
+        if self._span is not None:
+            carrier: dict[str, str] = {}
+            _PROPAGATOR.inject(carrier, otel.set_span_in_context(self._span))
+            return [(name.encode(), value.encode()) for name, value in carrier.items()]
+        return [(b"traceparent", self._traceparent)] if self._traceparent is not None else []
+
+    def end(self, tracer: otel.Tracer) -> None:
+        span = self._span
+        if span is None:
+            return
+        if span.is_recording():
+            span.set_attributes(self._facts)
+            parent = otel.set_span_in_context(span)
+            for name, start, stop in self._steps:
+                tracer.start_span(name, parent, start_time=start).end(stop)
+        span.end()
+
+
+class Telemetry:
+    """The process's metrics and its tracer."""
+
+    def __init__(self, *, otlp: str | None = None, sample: float = 1.0) -> None:
+        """`otlp` is an OTLP/HTTP traces endpoint; without one no span is made."""
+        self._provider: TracerProvider | None = None
+        self._tracer: otel.Tracer = otel.NoOpTracer()
+        if otlp is not None:
+            self._provider = TracerProvider(
+                sampler=ParentBased(TraceIdRatioBased(sample)),
+                resource=Resource.create({"service.name": "moongate"}),
+                shutdown_on_exit=False,
+            )
+            self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=otlp)))
+            self._tracer = self._provider.get_tracer("moongate")
+        self._registry = CollectorRegistry()
+        self.requests = self._counter(
+            "requests", "Requests ended, by what the client got.", "tenant", "model", "status"
+        )
+        self.seconds = self._histogram("request_seconds", "Whole requests.", _SECONDS, "model")
+        self.ttft = self._histogram("ttft_seconds", "Until the first byte of an answer.", _SECONDS, "model", "engine")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens, as engines counted.", "tenant", "model")
+        self.completion_tokens = self._counter("completion_tokens", "Completion tokens.", "tenant", "model")
+        self.predicted = self._counter(
+            "predicted_cached_tokens", "Prompt tokens predicted to be cached.", "tenant", "engine", "source"
+        )
+        self.actual = self._counter(
+            "actual_cached_tokens", "Prompt tokens that engines say were cached.", "tenant", "engine"
+        )
+        self.error = self._histogram(
+            "prediction_error_tokens", "Predicted against actual cached tokens, per request.", _TOKENS, "engine"
+        )
+        self.inexact = self._counter("inexact", "Requests placed without a prefix, by reason.", "model", "reason")
+        self.lookups = self._counter("lookups", "Pool look-ups by result.", "pool", "result")
+        self.lookup_seconds = self._histogram("lookup_seconds", "Pool look-ups.", _SECONDS, "pool")
+        self.lookup_keys = self._counter("lookup_keys", "Keys asked for in pool look-ups.", "pool")
+        self.placements = self._counter("placements", "Placements by reason.", "model", "engine", "reason")
+        self.policy_failures = self._counter("policy_failures", "Placements that the policy failed to make.")
+        self.retries = self._counter("retries", "Requests given to a spare.", "engine")
+        self.failures = self._counter("engine_failures", "Exchanges with engines that failed.", "engine", "cause")
+        self.handoffs = self._counter("handoffs", "Prefill legs by result.", "model", "result")
+        self.handoff_seconds = self._histogram(
+            "handoff_seconds", "From a prefill's answer to its last block.", _SECONDS, "model"
+        )
+
+    def begin(self, headers: list[tuple[bytes, bytes]]) -> Trace:
+        """Start a request's trace, as a child of the client's traceparent where there is one."""
+        if self._provider is None:
+            parent = next((value for name, value in headers if name == b"traceparent"), None)
+            return Trace(None, parent)
+        context = _PROPAGATOR.extract(headers, getter=_HEADERS)
+        return Trace(self._tracer.start_span("moongate.request", context, kind=otel.SpanKind.SERVER), None)
+
+    def end(self, trace: Trace) -> None:
+        """Send a request's spans on their way."""
+        trace.end(self._tracer)
+
+    def gauges(self, read: Callable[[], Mapping[str, tuple[str, Sequence[tuple[str, float]]]]], label: str) -> None:
+        """Gauges that are read when somebody asks: name to (help, [(label value, value)])."""
+        self._registry.register(_Gauges(read, label))
+
+    def render(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def close(self) -> None:
+        """Send what is left, within the exporter's own time limit."""
+        if self._provider is not None:
+            self._provider.shutdown()
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"moongate_{name}", text, labels, registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        return Histogram(f"moongate_{name}", text, labels, buckets=buckets, registry=self._registry)
+
+
+class _Gauges(Collector):
+    def __init__(self, read: Callable[[], Mapping[str, tuple[str, Sequence[tuple[str, float]]]]], label: str) -> None:
+        self._read = read
+        self._label = label
+
+    def collect(self) -> Iterable[Metric]:
+        for name, (text, values) in self._read().items():
+            family = GaugeMetricFamily(f"moongate_{name}", text, labels=[self._label])
+            for label, value in values:
+                family.add_metric([label], value)
+            yield family

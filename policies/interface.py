@@ -1,0 +1,122 @@
+"""The whole vocabulary of placement: Job, Candidate, Placement, Outcome, Policy, NoCapacity.
+
+A policy is synchronous and does no I/O. It reads no clock and no unseeded randomness: where it
+needs either, its constructor takes it. It may keep state of its own (whose turn it is, what it
+learned). This file imports nothing of the house, so that a policy of yours needs only this.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+Role = Literal["both", "prefill", "decode"]
+
+
+class NoCapacity(Exception):
+    """No candidate can take this job; the message says why and is shown to the client."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is to be placed."""
+
+    model: str
+    tenant: str
+    prompt_tokens: int | None
+    """Tokens of the prompt; None where they could not be counted exactly."""
+    pool_tokens: int | None
+    """Leading tokens that the pool holds, in whole blocks; None where the pool could not be asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One engine that serves the job's model and is alive, as it stood when the job was placed."""
+
+    id: str
+    role: Role
+    requests: int
+    """Requests of this gateway that are under way there."""
+    tokens: int
+    """Prompt tokens of those requests that nobody held when they were sent: its prefill backlog."""
+    waiting: float | None
+    """Requests in the engine's own queue, from every source; None where it is not known."""
+    own_tokens: int
+    """Leading tokens of this prompt that the engine holds itself, in whole blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a job goes."""
+
+    engine: str
+    """Runs the request; with `prefill` set it decodes."""
+    prefill: str | None
+    """Computes the prompt first, on another engine, and hands over through the pool."""
+    spares: tuple[str, ...]
+    """Who takes the whole request, best first, should `engine` fail before its first byte."""
+    own_tokens: int
+    """Prompt tokens that the engine which prefills is predicted to take from its own cache."""
+    pool_tokens: int
+    """Prompt tokens that it is predicted to load from the pool, beyond its own."""
+    reason: str
+    """A few words from a fixed set, for people who read traces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a placement."""
+
+    ok: bool
+    engine: str
+    """Who answered in the end."""
+    ttft: float | None
+    """Seconds from sending the request to its first byte."""
+    cached_tokens: int | None
+    """What the engine says it did not compute; None where it does not say."""
+
+
+class Policy(Protocol):
+    """Chooses. `policies.conformance.conform` holds what every policy must keep."""
+
+    def place(self, job: Job, candidates: Sequence[Candidate]) -> Placement:
+        """Choose among `candidates`. Raises `NoCapacity` where none can take the job."""
+        ...
+
+    def observe(self, placement: Placement, outcome: Outcome) -> None:
+        """Learn from what happened. Called once for each placement that was tried."""
+        ...
+
+
+def expected(job: Job, candidate: Candidate) -> tuple[int, int]:
+    """Tokens that this engine would take from its own cache, and load from the pool.
+
+    vLLM asks the pool only for what lies beyond its own blocks: cached = max(own, pool), loaded =
+    max(0, pool - own), never the sum.
+    """
+    return candidate.own_tokens, max(0, (job.pool_tokens or 0) - candidate.own_tokens)
+
+
+def uncached(job: Job, candidate: Candidate) -> int:
+    """Tokens that this engine would have to compute. An uncounted prompt counts as nothing."""
+    return max(0, (job.prompt_tokens or 0) - sum(expected(job, candidate)))
+
+
+def able_to_answer(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Those that can run a whole request, in a stable order. Raises `NoCapacity` if there is none."""
+    able = sorted((c for c in candidates if c.role != "prefill"), key=lambda c: c.id)
+    if not able:
+        raise NoCapacity("no engine of role both or decode is available" if candidates else "no engine is available")
+    return able
+
+
+def placed(job: Job, ranked: Sequence[Candidate], reason: str) -> Placement:
+    """The placement on the first of `ranked`, with the others as spares."""
+    own, pool = expected(job, ranked[0])
+    return Placement(
+        engine=ranked[0].id,
+        prefill=None,
+        spares=tuple(c.id for c in ranked[1:]),
+        own_tokens=own,
+        pool_tokens=pool,
+        reason=reason,
+    )

@@ -1,0 +1,43 @@
+"""least_loaded: the engine with the least prefill work before it."""
+
+from collections.abc import Sequence
+
+from policies.interface import Candidate, Job, Outcome, Placement, able_to_answer, placed
+
+
+class LeastLoaded:
+    """The least of `load`, in tokens:
+
+        load = tokens + request_tokens * max(requests, waiting)
+
+    `tokens` is the prompt tokens under way that nobody held (this gateway's own count, exact);
+    `request_tokens` is what a running request is worth by itself, in tokens, since it decodes.
+    Where the engine's queue is unknown, `waiting` counts as 0 and our own count stands alone.
+    Ties go to the engine that was chosen least recently.
+    """
+
+    def __init__(self, request_tokens: int = 256) -> None:
+        self._request_tokens = request_tokens
+        self._placed = 0
+        self._last: dict[str, int] = {}
+
+    def place(self, job: Job, candidates: Sequence[Candidate]) -> Placement:
+        return placed(job, self.ranked(able_to_answer(candidates)), "least loaded")
+
+    def observe(self, placement: Placement, outcome: Outcome) -> None:
+        """Nothing is learned."""
+
+    def load(self, candidate: Candidate) -> float:
+        """Tokens of work before a new request on this engine."""
+        return candidate.tokens + self._request_tokens * max(candidate.requests, candidate.waiting or 0)
+
+    def ranked(self, able: Sequence[Candidate]) -> list[Candidate]:
+        """Least loaded first; the first counts as chosen."""
+        ranked = sorted(able, key=lambda c: (self.load(c), self._last.get(c.id, 0)))
+        self.chose(ranked[0])
+        return ranked
+
+    def chose(self, candidate: Candidate) -> None:
+        """Note whose turn it was, so that the next tie goes elsewhere."""
+        self._placed += 1
+        self._last[candidate.id] = self._placed

@@ -1,0 +1,62 @@
+"""A name, an entry point or "module:Class", plus settings, to a policy or a clear error."""
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from importlib.metadata import entry_points
+
+from policies.cache_aware import CacheAware
+from policies.disaggregated import Disaggregated
+from policies.interface import Policy
+from policies.least_loaded import LeastLoaded
+from policies.round_robin import RoundRobin
+
+BUILT_IN: dict[str, Callable[..., Policy]] = {
+    "round_robin": RoundRobin,
+    "least_loaded": LeastLoaded,
+    "cache_aware": CacheAware,
+    "disaggregated": Disaggregated,
+}
+GROUP = "moongate.policies"
+
+
+class BadPolicy(Exception):
+    """The policy's name or settings are wrong; the message says what would be right."""
+
+
+def load(use: str, settings: Mapping[str, object]) -> Policy:
+    """Make the policy called `use`. Raises `BadPolicy`."""
+    maker = _find(use)
+    try:
+        inspect.signature(maker).bind(**settings)
+        policy = maker(**settings)
+    except (TypeError, ValueError) as error:
+        raise BadPolicy(f"policy {use!r} does not take these settings: {error}") from error
+    for method in ("place", "observe"):
+        if not callable(getattr(policy, method, None)):
+            raise BadPolicy(f"policy {use!r} has no method {method}()")
+    return policy
+
+
+def _find(use: str) -> Callable[..., Policy]:
+    if use in BUILT_IN:
+        return BUILT_IN[use]
+    if ":" in use:
+        module, _, name = use.partition(":")
+        try:
+            found: Callable[..., Policy] = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise BadPolicy(f"policy {use!r} cannot be imported: {error}") from error
+        return found
+    installed = {point.name: point for point in entry_points(group=GROUP)}
+    if use in installed:
+        try:
+            plugin: Callable[..., Policy] = installed[use].load()
+        except (ImportError, AttributeError) as error:
+            raise BadPolicy(f"policy {use!r} of {installed[use].value} cannot be imported: {error}") from error
+        return plugin
+    known = sorted({*BUILT_IN, *installed})
+    near = get_close_matches(use, known, 1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    raise BadPolicy(f"there is no policy {use!r}; {hint}")
