@@ -300,7 +300,7 @@ class Serve:
             job = replace(job, pool_tokens=plan.prompt.reusable_tokens)
         trace.step("hand over")
         candidates = tuple(c for c in self._survey(plan.call, plan.prompt) if c.role != "prefill")
-        placement = replace(self._place(job, candidates), prefill=None)
+        placement = replace(self._place(job, candidates), prefill=None, reason=plan.placement.reason)
         decode = replace(plan, job=job, candidates=candidates, placement=placement)
         result = await self._relay.answer(
             exchange,
@@ -309,6 +309,8 @@ class Serve:
             self._targets(decode, first.engine if first is not None else None),
         )
         trace.fact("moongate.decode.cached_tokens", result.cached_tokens)
+        if not result.ok:
+            self._telemetry.handoffs.labels(plan.call.model.name, "decode_failed").inc()
         if first is None:
             self._settle(trace, decode, result.engine, result, result)
         else:
@@ -396,7 +398,10 @@ class Serve:
         candidate = next(c for c in plan.candidates if c.id == engine)
         own, pool = expected(plan.job, candidate)
         actual = prefilled.cached_tokens
-        if prefilled.status < 400 and plan.prompt.prefix is not None and actual is not None:
+        predicted = plan.prompt.prefix is not None and (
+            plan.call.model.pool is None or plan.job.pool_tokens is not None
+        )
+        if predicted and prefilled.status < 400 and actual is not None:
             self._telemetry.predicted.labels(tenant.name, engine, "own").inc(own)
             self._telemetry.predicted.labels(tenant.name, engine, "pool").inc(pool)
             self._telemetry.actual.labels(tenant.name, engine).inc(actual)
