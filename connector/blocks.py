@@ -10,7 +10,7 @@ resolve_none_hash_seed) and vllm/utils/hashing.py of vLLM 0.32.0; the tagged for
 
 Why pickle with so much care: pickle writes an object that it has met before as a reference, so two
 equal strings hash differently from one string used twice. In the engine the adapter's name and
-path arrive over a socket and are always two objects; here they are made two objects as well.
+path and the salt arrive over a socket and are always objects of their own; so they are made here.
 """
 
 import hashlib
@@ -117,8 +117,8 @@ def hash_prompt(
     """
     everywhere: tuple[tuple[str, ...], ...] = ()
     if adapter is not None:
-        everywhere = (("lora", adapter.name, _another(adapter.path)),)
-    first = everywhere + ((("cache_salt", salt),) if salt else ())
+        everywhere = (("lora", _another(adapter.name), _another(adapter.path)),)
+    first = everywhere + ((("cache_salt", _another(salt)),) if salt else ())
     size = scheme.block_size
     dump, digest = _STEPS[scheme.algorithm]
     hashes: list[bytes] = []

@@ -2,8 +2,8 @@
 
 The client's bytes go on as they are; what the gateway adds is spliced in behind the opening brace.
 Only where a field of the client's must go or change is the body written anew. What belongs to the
-gateway and never passes: cache_salt (the tenant's goes in its place) and kv_transfer_params, which
-can kill an engine or make it wait for ever, also where it hides in vllm_xargs.
+gateway and never passes: cache_salt (the tenant's goes in its place), and kv_transfer_params and
+ec_transfer_params, which can kill an engine or make it wait for ever; also where they hide in vllm_xargs.
 
 A prefill leg asks for one token that nobody reads: what shapes the answer (limits, stops, logprobs,
 grammars) is left out, what shapes the prompt (messages, tools, template settings) stays.
@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-OWNED = ("cache_salt", "kv_transfer_params")
+OWNED = ("cache_salt", "kv_transfer_params", "ec_transfer_params")
 """Fields that a client cannot set."""
 
 _ANSWER_ONLY = frozenset(
@@ -26,6 +26,7 @@ _ANSWER_ONLY = frozenset(
         "stop_token_ids",
         "logprobs",
         "top_logprobs",
+        "logprob_token_ids",
         "prompt_logprobs",
         "echo",
         "best_of",
@@ -49,8 +50,8 @@ def engine_body(raw: bytes, body: Mapping[str, Any], salt: str | None) -> bytes:
     """
     ask_usage = body.get("stream") is True and not wants_usage(body)
     options = body.get("stream_options")
-    hidden = _hidden(body)
-    if hidden or any(field in body for field in OWNED) or (ask_usage and "stream_options" in body):
+    owned = _hidden(body) or any(field in body for field in OWNED)
+    if owned or (ask_usage and "stream_options" in body) or not body:
         changed = _without_owned(body)
         if ask_usage:
             changed["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}

@@ -10,14 +10,17 @@ component of the engine's --model. A block can be loaded only if the object of e
 Source: PoolKey and _init_lookup_key_prefixes in vLLM 0.32.0,
 vllm/distributed/kv_transfer/kv_connector/v1/mooncake/store/{data,worker}.py.
 
+A name with a comma cannot be asked for: the master splits its keys after decoding them. Its answer
+then lacks the key, and what an answer lacks is unknown.
+
 Why unknown is not zero: a master that does not answer says nothing about the pool. A placement made
 in ignorance must not look like one made because the pool was empty.
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import quote
 
 import orjson
@@ -96,22 +99,23 @@ class Master:
     async def look_up(self, prefix: Prefix, scheme: KeyScheme) -> Residency:
         """Count the leading blocks of `prefix` that the pool holds. Never raises for a sick pool."""
         run = asked = 0
+        wire = self._wires[0]
         try:
             async with asyncio.timeout(self._deadline):
                 for blocks in self._chunks(prefix.hashes[: prefix.reusable], scheme):
                     keys = [key for block in blocks for key in block]
                     asked += len(keys)
-                    resident = await self._resident(keys)
+                    resident = await self._resident(wire, keys)
                     for block in blocks:
                         if not resident.issuperset(block):
                             return Residency(run, asked)
                         run += 1
         except (TimeoutError, TimedOut):
-            return self._unknown(asked, "timeout")
+            return self._unknown(wire, asked, "timeout")
         except WireError:
-            return self._unknown(asked, "error")
+            return self._unknown(wire, asked, "error")
         except (ValueError, KeyError, TypeError, AttributeError):
-            return self._unknown(asked, "answer")
+            return self._unknown(wire, asked, "answer")
         return Residency(run, asked)
 
     async def wait_for(self, block: bytes, scheme: KeyScheme, deadline: float) -> bool:
@@ -125,11 +129,12 @@ class Master:
         try:
             async with asyncio.timeout(deadline):
                 while True:
+                    wire = self._wires[0]
                     try:
-                        if (await self._resident(keys)).issuperset(keys):
+                        if (await self._resident(wire, keys)).issuperset(keys):
                             return True
                     except (WireError, ValueError, KeyError, TypeError, AttributeError):
-                        self._next()
+                        self._give_up(wire)
                     await asyncio.sleep(pause)
                     pause = min(pause * 1.5, 0.1)
         except TimeoutError:
@@ -145,23 +150,27 @@ class Master:
         for start in range(0, len(hashes), step):
             yield [scheme.keys(block) for block in hashes[start : start + step]]
 
-    async def _resident(self, keys: Sequence[str]) -> set[str]:
-        """Those of `keys` that have a replica in memory or on disk."""
+    @staticmethod
+    async def _resident(wire: Wire, keys: Sequence[str]) -> set[str]:
+        """Those of `keys` that have a replica in memory or on disk. A key that goes unanswered is a KeyError."""
         target = "/batch_query_keys?keys=" + ",".join(quote(key, safe="@:") for key in keys)
-        answer = await self._wires[0].send("GET", target)
+        answer = await wire.send("GET", target)
         body = await answer.body(MAX_ANSWER)
         if answer.status != 200:
             raise ValueError(f"the master answered {answer.status}")
-        return {
-            key
-            for key, entry in orjson.loads(body)["data"].items()
-            if entry["ok"]
-            and (entry["values"] or entry["disk_values"] or entry["local_disk_values"] or entry["nof_values"])
-        }
+        entries = orjson.loads(body)["data"]
+        return {key for key in keys if _stored(entries[key])}
 
-    def _unknown(self, asked: int, trouble: Trouble) -> Residency:
-        self._next()
+    def _unknown(self, wire: Wire, asked: int, trouble: Trouble) -> Residency:
+        self._give_up(wire)
         return Residency(None, asked, trouble)
 
-    def _next(self) -> None:
-        self._wires.append(self._wires.pop(0))
+    def _give_up(self, wire: Wire) -> None:
+        """Ask the next master from now on, unless another look-up has seen to that already."""
+        if self._wires[0] is wire:
+            self._wires.append(self._wires.pop(0))
+
+
+def _stored(entry: Mapping[str, Any]) -> bool:
+    places = (entry["values"], entry["disk_values"], entry["local_disk_values"], entry["nof_values"])
+    return entry["ok"] is True and any(places)

@@ -24,12 +24,14 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         """Raises `NoTokenizer` with what is missing. Nothing is fetched and no code of the model's is run."""
+        if not (folder / "tokenizer.json").is_file():
+            raise NoTokenizer(f"{folder} has no tokenizer.json (a fast tokenizer is needed)")
         try:
             loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except Exception as error:  # a broken file makes tokenizers raise Exception itself
             raise NoTokenizer(f"no tokenizer could be loaded from {folder}: {error}") from error
         if not isinstance(loaded, PreTrainedTokenizerFast):
-            raise NoTokenizer(f"{folder} has no tokenizer.json (a fast tokenizer is needed)")
+            raise NoTokenizer(f"{folder} has no fast tokenizer")
         self._template: Any = loaded
         self._backend: Backend = loaded.backend_tokenizer
         self._backend.no_truncation()
@@ -50,7 +52,7 @@ class Tokenizer:
             return self._encode(prompt, special=body.get("add_special_tokens", True) is not False)
         if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
             return prompt
-        if isinstance(prompt, list) and len(prompt) > 1:
+        if isinstance(prompt, list) and len(prompt) > 1 and all(isinstance(one, str | list) for one in prompt):
             raise Inexact("several_prompts")
         raise Inexact("prompt_form")
 

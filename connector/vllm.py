@@ -2,13 +2,20 @@
 
 httpx, since none of this is on the path of a request. The names are vLLM's own metrics
 (docs.vllm.ai, "Production metrics") and fields of its /v1/models.
+
+An engine with data parallel ranks gives each gauge once a rank, under its label `engine`. Requests
+are summed over them; of the cache's usage the mean is taken, since ranks have caches of one size.
 """
 
-from collections.abc import Mapping
+import asyncio
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import httpx
+import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
 from connector.errors import BadAnswer, Disconnected, TimedOut, Unreachable, WireError
@@ -73,47 +80,59 @@ class EngineControl:
     async def models(self) -> tuple[Card, ...]:
         answer = await self._get("/v1/models")
         try:
-            entries = answer.json()["data"]
-            return tuple(
-                Card(id=entry["id"], root=entry.get("root"), parent=entry.get("parent"), raw=entry) for entry in entries
-            )
+            return tuple(_card(entry) for entry in orjson.loads(answer.content)["data"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BadAnswer(self._origin, "its /v1/models is not a list of models") from error
+            raise BadAnswer(self._origin, f"its /v1/models ({answer.status_code}) is no list of models") from error
 
     async def metrics(self) -> tuple[CacheFacts, Load | None]:
-        """What /metrics says of the cache and the load. The load is None where a gauge is missing."""
+        """What /metrics says of the cache and the load. The load is None where a gauge is missing.
+
+        An engine that has no /metrics says nothing, and is none the worse for it.
+        """
         answer = await self._get("/metrics")
         lines = [line for line in answer.text.splitlines() if line.startswith(_WANTED)]
-        values: dict[str, float] = {}
+        values: defaultdict[str, list[float]] = defaultdict(list)
         labels: dict[str, str] = {}
         try:
             for family in text_string_to_metric_families("\n".join(lines) + "\n"):
                 for sample in family.samples:
-                    values[sample.name] = sample.value
+                    values[sample.name].append(sample.value)
                     if sample.name == "vllm:cache_config_info":
                         labels = sample.labels
+            return _cache_facts(labels), _load(values)
         except ValueError as error:
             raise BadAnswer(self._origin, "its /metrics is not in Prometheus' format") from error
-        return _cache_facts(labels), _load(values)
 
     async def close(self) -> None:
         await self._client.aclose()
 
     async def _get(self, path: str) -> httpx.Response:
         try:
-            return await self._client.get(path)
-        except httpx.TimeoutException:
+            async with asyncio.timeout(self._timeout):  # httpx's own limit is for each read
+                return await self._client.get(path)
+        except httpx.ConnectTimeout:
+            raise TimedOut(self._origin, "connect", self._timeout) from None
+        except (httpx.TimeoutException, TimeoutError):
             raise TimedOut(self._origin, "head", self._timeout) from None
-        except httpx.ConnectError as error:
+        except (httpx.ConnectError, httpx.UnsupportedProtocol) as error:
             raise Unreachable(self._origin, "no connection") from error
-        except httpx.HTTPError as error:
+        except httpx.DecodingError as error:
+            raise BadAnswer(self._origin, "its body is not encoded as its head says") from error
+        except (httpx.HTTPError, httpx.InvalidURL, httpx.CookieConflict, httpx.StreamError) as error:
             raise Disconnected(self._origin, type(error).__name__) from error
+
+
+def _card(entry: Mapping[str, Any]) -> Card:
+    card = Card(id=entry["id"], root=entry.get("root"), parent=entry.get("parent"), raw=entry)
+    if not isinstance(card.id, str) or not isinstance(card.root, str | None) or not isinstance(card.parent, str | None):
+        raise TypeError("id, root and parent are strings")
+    return card
 
 
 def _cache_facts(labels: Mapping[str, str]) -> CacheFacts:
     def number(name: str) -> int | None:
         text = labels.get(name, "")
-        return int(text) if text.isdigit() and int(text) > 0 else None
+        return int(text) if text.isdecimal() and int(text) > 0 else None
 
     return CacheFacts(
         block_size=number("block_size"),
@@ -122,15 +141,14 @@ def _cache_facts(labels: Mapping[str, str]) -> CacheFacts:
     )
 
 
-def _load(values: Mapping[str, float]) -> Load | None:
-    try:
-        return Load(
-            running=values["vllm:num_requests_running"],
-            waiting=values["vllm:num_requests_waiting"],
-            cache_usage=values["vllm:kv_cache_usage_perc"],
-        )
-    except KeyError:
+def _load(values: Mapping[str, Sequence[float]]) -> Load | None:
+    running, waiting, usage = (
+        values.get(name)
+        for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    )
+    if not running or not waiting or not usage:
         return None
+    return Load(running=sum(running), waiting=sum(waiting), cache_usage=fmean(usage))
 
 
 __all__ = ["CacheFacts", "Card", "EngineControl", "Load", "WireError"]

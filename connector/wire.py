@@ -27,6 +27,7 @@ HIGH_WATER = 256 * 1024
 """Unread bytes of one answer above which the socket is no longer read."""
 MAX_HEAD = 64 * 1024
 """Bytes of response header that are accepted."""
+TOO_LARGE = f"response header is larger than {MAX_HEAD} bytes"
 IDLE_KEPT = 4.0
 """Seconds that an idle connection is used again: below the 5 s after which vLLM closes it."""
 JOINED = 16 * 1024
@@ -88,15 +89,17 @@ class Answer:
         return b""
 
     async def body(self, limit: int) -> bytes:
-        """The whole body. Raises `BadAnswer` above `limit` bytes."""
+        """The whole body. Raises `BadAnswer` above `limit` bytes. Cancelled, it closes."""
         pieces: list[bytes] = []
         size = 0
-        while piece := await self.read():
-            size += len(piece)
-            if size > limit:
-                self.close()
-                raise BadAnswer(self._connection.origin, f"answer is larger than {limit} bytes")
-            pieces.append(piece)
+        try:
+            while piece := await self.read():
+                size += len(piece)
+                if size > limit:
+                    raise BadAnswer(self._connection.origin, f"answer is larger than {limit} bytes")
+                pieces.append(piece)
+        finally:
+            self.close()
         return b"".join(pieces)
 
     def close(self) -> None:
@@ -135,6 +138,7 @@ class Connection(asyncio.Protocol):
         self._answer: Answer | None = None
         self._head: asyncio.Future[Answer] | None = None
         self._head_size = 0
+        self._headless = 0
         self._phase: Phase = "head"
         self._active = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -149,10 +153,11 @@ class Connection(asyncio.Protocol):
 
     async def exchange(self, request: Sequence[bytes]) -> Answer:
         """Send one request and wait for the head of its answer."""
-        assert self._transport is not None
         self.heard = False
+        if self._transport is None:
+            raise Disconnected(self.origin, "the connection ended before the request was sent")
         self._answer = Answer(self)
-        self._head_size = 0
+        self._head_size = self._headless = 0
         self._head = self._loop.create_future()
         for piece in request:
             self._transport.write(piece)
@@ -194,6 +199,10 @@ class Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fail(BadAnswer(self.origin, f"not an HTTP/1.1 answer: {error}"))
+        if self._answer is not None and not self._answer.status:
+            self._headless += len(data)  # a header that never ends is not seen by on_header
+            if self._headless > MAX_HEAD:
+                self._fail(BadAnswer(self.origin, TOO_LARGE))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -217,7 +226,7 @@ class Connection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_size += len(name) + len(value)
         if self._head_size > MAX_HEAD:
-            self._fail(BadAnswer(self.origin, f"response header is larger than {MAX_HEAD} bytes"))
+            self._fail(BadAnswer(self.origin, TOO_LARGE))
         elif self._answer is not None:
             self._answer.headers.append((name.lower(), value))
 
@@ -257,8 +266,9 @@ class Connection(asyncio.Protocol):
 
     @staticmethod
     def _ends_with_connection(answer: Answer) -> bool:
-        return answer.header(b"content-length") is None and b"chunked" not in (
-            answer.header(b"transfer-encoding") or b""
+        return not any(
+            name == b"content-length" or (name == b"transfer-encoding" and b"chunked" in value.lower())
+            for name, value in answer.headers
         )
 
     def _fail(self, error: WireError) -> None:
@@ -374,7 +384,8 @@ class Wire:
                 )
         except TimeoutError:
             raise TimedOut(self.origin, "connect", limit) from None
-        except OSError as error:
-            raise Unreachable(self.origin, error.strerror or type(error).__name__) from error
-        self._open.add(connection)
+        except (OSError, UnicodeError) as error:  # a name that cannot be one is no OSError
+            raise Unreachable(self.origin, getattr(error, "strerror", None) or str(error)) from error
+        if not connection.closed:
+            self._open.add(connection)
         return connection

@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import uvicorn
@@ -12,6 +13,10 @@ import yaml
 from connector.tokens import NoTokenizer
 from gateway import config
 from gateway.app import build
+from gateway.commands import NotInstalled
+from gateway.demo import DemoFailed, play
+from gateway.processes import NotReady
+from gateway.up import CannotStart, Stopped, Wanted, running, wait, welcome
 from policies.load import BadPolicy
 
 
@@ -59,6 +64,53 @@ def check(path: Path, as_json: bool) -> None:
     """Validate a configuration and print what it amounts to, secrets masked."""
     tree = config.masked(_load(path))
     click.echo(json.dumps(tree, indent=2) if as_json else yaml.safe_dump(tree, sort_keys=False), nl=as_json)
+
+
+@main.command(epilog="Example: moongate up --engines 3, or moongate up --demo")
+@click.option("--engine", "kind", type=click.Choice(["simulated", "vllm"]), default="simulated", help="Kind of engine.")
+@click.option("--engines", type=click.IntRange(1, 64), default=2, show_default=True, help="Engines that do everything.")
+@click.option("--prefill", type=click.IntRange(0, 64), default=0, help="Engines that prefill, in place of --engines.")
+@click.option("--decode", type=click.IntRange(0, 64), default=0, help="Engines that decode, in place of --engines.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address of the gateway.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Port of the gateway.")
+@click.option("--model", type=click.Path(path_type=Path), help="Model folder. Simulated engines need none.")
+@click.option("--block-size", type=click.IntRange(1), default=32, show_default=True, help="Tokens in a block.")
+@click.option("--policy", help="Placement policy; the default suits the engines' roles.")
+@click.option(
+    "--vllm-python",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    default=sys.executable,
+    help="The interpreter that has vLLM, for --engine vllm.",
+)
+@click.option("--engine-arg", "more", multiple=True, help="An argument for every engine, as it stands.")
+@click.option("--demo", is_flag=True, help="Play two conversations over the fleet, print what was known, and end.")
+def up(*, kind: str, demo: bool, policy: str | None, vllm_python: Path, more: tuple[str, ...], **given: Any) -> None:
+    """Start a Mooncake master, engines and the gateway; Ctrl-C ends all of them.
+
+    The engines are simulated unless --engine vllm is given: they answer with made-up words, but hash,
+    cache, store into the real pool and publish events as vLLM does.
+    """
+    if demo and policy is None and not given["prefill"]:
+        policy = "round_robin"  # so that conversations change engines and the pool's part shows
+    wanted = Wanted(
+        kind="vllm" if kind == "vllm" else "simulated",
+        policy=policy,
+        python=vllm_python,
+        engine_arguments=more,
+        expose_routing=demo,
+        **given,
+    )
+    try:
+        with running(wanted, click.echo) as fleet:
+            if demo:
+                play(fleet, click.echo)
+            else:
+                click.echo(welcome(fleet))
+                wait(fleet, click.echo)
+    except Stopped:
+        click.echo("ended")
+    except (CannotStart, NotInstalled, NotReady, DemoFailed) as error:
+        raise click.ClickException(str(error)) from error
 
 
 def _load(path: Path) -> config.Config:

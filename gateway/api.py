@@ -28,7 +28,9 @@ class Surface(FastAPI):
     """The gateway's ASGI application."""
 
     def __init__(self, serve: Serve, **settings: Any) -> None:
-        super().__init__(title="Moongate", openapi_url=None, docs_url=None, redoc_url=None, **settings)
+        super().__init__(
+            title="Moongate", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, **settings
+        )
         self._serve = serve
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

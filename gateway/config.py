@@ -21,7 +21,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
 
 class ConfigError(Exception):
@@ -54,7 +54,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}$")]
 class Section(BaseModel):
     """A part of the tree: frozen, and strict about its keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -209,7 +209,13 @@ class Telemetry(Section):
 
 
 class Config(BaseSettings):
-    model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix="MOONGATE_", env_nested_delimiter="__")
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        env_prefix="MOONGATE_",
+        env_nested_delimiter="__",
+        use_attribute_docstrings=True,
+    )
 
     listen: Listen = Listen()
     admin: Admin = Admin()
@@ -278,13 +284,22 @@ def load(path: Path) -> Config:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {error}") from error
+        raise ConfigError(f"{path}: not YAML: {_place(error)}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must hold a mapping of sections, such as 'models:' and 'engines:'")
     try:
         return Config(**{str(key): value for key, value in tree.items()})
+    except SettingsError as error:
+        raise ConfigError(f"environment: {error}; a section or list in a variable must be JSON") from None
     except ValidationError as error:
         raise ConfigError("\n".join(f"{path}: {_line(dict(fault))}" for fault in error.errors())) from error
+
+
+def _place(error: yaml.YAMLError) -> str:
+    """What is wrong and where, without the line itself: it may hold a secret."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
+    return "a character that YAML does not know"
 
 
 def _line(fault: dict[str, Any]) -> str:

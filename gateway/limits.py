@@ -5,6 +5,7 @@ prompt has been counted and once more when the answer's length is known; the sec
 the bucket below zero, which the next request pays for.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -69,7 +70,7 @@ class Limits:
             )
         if state.requests is not None and (wait := state.requests.take(1, self._clock())):
             raise RateLimited(
-                f"Your limit is {tenant.requests_per_minute} requests a minute; try again in {wait:.0f} s.",
+                f"Your limit is {tenant.requests_per_minute} requests a minute; try again in {math.ceil(wait)} s.",
                 retry_after=wait,
                 code="request_limit",
             )
@@ -84,7 +85,7 @@ class Limits:
         bucket = self._state(tenant).tokens
         if bucket is not None and (wait := bucket.take(tokens, self._clock())):
             raise RateLimited(
-                f"Your limit is {tenant.tokens_per_minute} tokens a minute; try again in {wait:.0f} s.",
+                f"Your limit is {tenant.tokens_per_minute} tokens a minute; try again in {math.ceil(wait)} s.",
                 retry_after=wait,
                 code="token_limit",
             )

@@ -15,15 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from connector.blocks import Prefix
 from connector.errors import TimedOut, Unreachable, WireError
 from connector.wire import Answer
-from gateway.errors import EngineFailed, EngineTimedOut, GatewayError, error_body
+from gateway.errors import EngineFailed, EngineTimedOut, GatewayError
 from gateway.exchange import Exchange
 from gateway.fleet import Fleet, Lease
-from gateway.sse import EventStream
+from gateway.sse import EventStream, parsed, written
 from gateway.trace import Telemetry, Trace
 
 MAX_WHOLE = 64 * 1024 * 1024
@@ -143,7 +141,7 @@ class Relay:
                     reply = await self._open(trace, leg, lease, deadline)
                 except LegFailed as failure:
                     self._telemetry.failures.labels(target.engine, failure.cause).inc()
-                    if number < len(tried):
+                    if number < len(tried) and failure.cause != "total_timeout":
                         self._telemetry.retries.labels(tried[number].engine).inc()
                         continue
                     if failure.reply is None:
@@ -206,11 +204,11 @@ class Relay:
     async def _first(answer: Answer, leg: Leg, sent: float) -> _Reply:
         """The reply as soon as something of its body can go on."""
         headers = [(name, value) for name, value in answer.headers if name not in _DROPPED]
-        if not (answer.header(b"content-type") or b"").startswith(b"text/event-stream"):
-            body = await answer.body(MAX_WHOLE)
-            return _whole(answer.status, headers, body, time.perf_counter() - sent)
         stream = EventStream(hide_usage=leg.hide_usage)
         try:
+            if not (answer.header(b"content-type") or b"").startswith(b"text/event-stream"):
+                body = await answer.body(MAX_WHOLE)
+                return _whole(answer.status, headers, body, time.perf_counter() - sent)
             first = b""
             while not first and not stream.aborted and (piece := await answer.read()):
                 first = stream.feed(piece)
@@ -218,13 +216,18 @@ class Relay:
             answer.close()
             raise
         ttft = time.perf_counter() - sent
+        ended = not first and not stream.aborted
+        if ended:
+            first = stream.rest()
         if stream.error is not None or stream.aborted:
             answer.close()
             status = stream.error.get("code") if stream.error is not None else None
             status = status if isinstance(status, int) and 400 <= status <= 599 else 500
             finish = ("abort",) if stream.aborted else ()
-            body = orjson.dumps({"error": stream.error})
+            body = written({"error": stream.error})
             return _Reply(status, [(b"content-type", b"application/json")], body, ttft, finish_reasons=finish)
+        if ended and not stream.done:
+            raise LegFailed("empty", EngineFailed("The engine ended its answer before it began; try again."))
         return _Reply(answer.status, headers, first, ttft, answer=answer, stream=stream)
 
     async def _give(self, exchange: Exchange, target: Target, reply: _Reply, deadline: float) -> Result:
@@ -234,20 +237,28 @@ class Relay:
         if reply.answer is None or reply.stream is None:
             await exchange.answer(reply.status, reply.headers, reply.first)
             return Result(target.engine, reply.status, reply.ttft, reply.usage)
-        await exchange.start(reply.status, reply.headers)
-        await exchange.write(reply.first)
-        error, cause = await self._copy(exchange, reply.answer, reply.stream, deadline)
-        if error is not None:
+        try:
+            await exchange.start(reply.status, reply.headers)
+            await exchange.write(reply.first)
+            error, cause = await self._copy(exchange, reply.answer, reply.stream, deadline)
+        finally:
+            reply.answer.close()
+        if cause is not None:
             self._telemetry.failures.labels(target.engine, cause).inc()
-            await exchange.finish(b"data: " + error_body(error.message, error.type) + b"\n\ndata: [DONE]\n\n")
-        else:
+        if error is None:
             await exchange.finish()
+        else:
+            await exchange.finish(_last_words(error, reply.stream))
         return Result(target.engine, reply.status, reply.ttft, reply.stream.usage, cause)
 
     async def _copy(
         self, exchange: Exchange, answer: Answer, stream: EventStream, deadline: float
     ) -> tuple[GatewayError | None, str | None]:
-        """Copy a stream. Returns what the client must be told where it broke off, and the cause."""
+        """Copy a stream. Returns what the client must be told where it broke off, and the cause.
+
+        What the client has is whole once [DONE] has gone by, however the connection ends.
+        """
+        broken: tuple[GatewayError, str] = EngineFailed("The engine ended its stream without [DONE]."), "no_done"
         try:
             async with asyncio.timeout_at(deadline):
                 while piece := await answer.read():
@@ -255,18 +266,17 @@ class Relay:
                         await exchange.write(events)
                     if stream.aborted:
                         return EngineFailed("The engine gave the request up."), "aborted"
-                if events := stream.rest():
-                    await exchange.write(events)
         except TimedOut as error:
-            return _too_late(error.phase, error.limit), f"{error.phase}_timeout"
+            broken = _too_late(error.phase, error.limit), f"{error.phase}_timeout"
         except WireError:
-            return EngineFailed("The engine broke off in the middle of its answer."), "broken"
+            broken = EngineFailed("The engine broke off in the middle of its answer."), "broken"
         except TimeoutError:
-            return _too_late("total", self._total), "total_timeout"
-        finally:
-            answer.close()
+            broken = _too_late("total", self._total), "total_timeout"
+        last = stream.rest()
         if not stream.done:
-            return EngineFailed("The engine ended its stream without [DONE]."), "no_done"
+            return broken
+        if last:
+            await exchange.write(last)
         return None, "engine_error" if stream.error is not None else None
 
 
@@ -274,15 +284,12 @@ def _whole(status: int, headers: list[tuple[bytes, bytes]], body: bytes, ttft: f
     """A reply whose body is complete: its usage and finish reasons read, private fields taken out."""
     if status != 200:
         return _Reply(status, headers, body, ttft)
-    try:
-        data = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return _Reply(status, headers, body, ttft)
+    data = parsed(body)
     if not isinstance(data, dict):
         return _Reply(status, headers, body, ttft)
     if data.get("kv_transfer_params") is not None:
         del data["kv_transfer_params"]
-        body = orjson.dumps(data)
+        body = written(data)
     usage = data.get("usage")
     choices = data.get("choices")
     return _Reply(
@@ -295,6 +302,13 @@ def _whole(status: int, headers: list[tuple[bytes, bytes]], body: bytes, ttft: f
         if isinstance(choices, list)
         else (),
     )
+
+
+def _last_words(error: GatewayError, stream: EventStream) -> bytes:
+    """What ends a stream that broke off: an error event, unless the engine has sent its own, and [DONE]."""
+    gap = b"\n\n" if stream.torn else b""
+    told = b"" if stream.error is not None else b"data: " + error.body() + b"\n\n"
+    return gap + told + b"data: [DONE]\n\n"
 
 
 def _prefilled(reply: _Reply) -> _Reply:

@@ -19,7 +19,8 @@ something says so and the request goes on without it: it is then placed by load.
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -269,7 +270,7 @@ class Serve:
 
     def _place(self, job: Job, candidates: Sequence[Candidate]) -> Placement:
         try:
-            placement = self._policy.place(job, candidates)
+            placement = _among(candidates, self._policy.place(job, candidates))
         except NoCapacity as error:
             raise Unavailable(f"{job.model}: {error}; try again shortly.") from None
         except Exception:
@@ -302,15 +303,20 @@ class Serve:
         candidates = tuple(c for c in self._survey(plan.call, plan.prompt) if c.role != "prefill")
         placement = replace(self._place(job, candidates), prefill=None, reason=plan.placement.reason)
         decode = replace(plan, job=job, candidates=candidates, placement=placement)
-        result = await self._relay.answer(
-            exchange,
-            trace,
-            self._answer_leg(decode),
-            self._targets(decode, first.engine if first is not None else None),
-        )
+        lost = self._telemetry.handoffs.labels(plan.call.model.name, "decode_failed")
+        try:
+            result = await self._relay.answer(
+                exchange,
+                trace,
+                self._answer_leg(decode),
+                self._targets(decode, first.engine if first is not None else None),
+            )
+        except GatewayError:
+            lost.inc()
+            raise
         trace.fact("moongate.decode.cached_tokens", result.cached_tokens)
         if not result.ok:
-            self._telemetry.handoffs.labels(plan.call.model.name, "decode_failed").inc()
+            lost.inc()
         if first is None:
             self._settle(trace, decode, result.engine, result, result)
         else:
@@ -320,7 +326,8 @@ class Serve:
     async def _prefill(self, exchange: Exchange, trace: Trace, plan: Plan) -> Result | None:
         """Run the prefill leg, on another engine where one fails. None: let the decode engine compute the prompt."""
         call, placement, candidates = plan.call, plan.placement, list(plan.candidates)
-        leg = Leg(call.path, prefill_body(call.body, call.salt), plan.prompt.prefix)
+        with _writing():
+            leg = Leg(call.path, prefill_body(call.body, call.salt), plan.prompt.prefix)
         failed: GatewayError = EngineFailed("No prefill engine was tried; this is a defect of the gateway.")
         for _ in range(self._bounds.attempts):
             chosen = next((c for c in candidates if c.id == placement.prefill), None)
@@ -354,12 +361,9 @@ class Serve:
     @staticmethod
     def _answer_leg(plan: Plan) -> Leg:
         call = plan.call
-        return Leg(
-            call.path,
-            engine_body(call.raw, call.body, call.salt),
-            plan.prompt.prefix,
-            hide_usage=not wants_usage(call.body),
-        )
+        with _writing():
+            body = engine_body(call.raw, call.body, call.salt)
+        return Leg(call.path, body, plan.prompt.prefix, hide_usage=not wants_usage(call.body))
 
     def _targets(self, plan: Plan, prefill: str | None = None) -> list[Target]:
         """The placement's engine and its spares, each with what it would have to compute."""
@@ -428,6 +432,23 @@ class Serve:
         except Exception:
             log.exception("the policy failed to observe an outcome")
             self._telemetry.policy_failures.inc()
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """Refuse what orjson reads but does not write: it reads 1024 levels and writes 254."""
+    try:
+        yield
+    except orjson.JSONEncodeError:
+        raise BadRequest("The body is nested too deeply; 250 levels are certain to pass.") from None
+
+
+def _among(candidates: Sequence[Candidate], placement: Placement) -> Placement:
+    """The placement, if every engine that it names is a candidate."""
+    named = {placement.engine, placement.prefill or placement.engine, *placement.spares}
+    if strange := named.difference(c.id for c in candidates):
+        raise ValueError(f"the policy named engines that are no candidates: {', '.join(map(str, strange))}")
+    return placement
 
 
 def _scores_its_prompt(call: Call) -> bool:

@@ -5,6 +5,7 @@ go on in whole events. An event is parsed only where it must be: when a word in 
 carries the usage, an error, an abort, or something that is private between engines.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -32,6 +33,8 @@ class EventStream:
         """`data: [DONE]` came by."""
         self.aborted = False
         """The engine gave the request up: finish_reason abort."""
+        self.torn = False
+        """What went on last is a part of an event."""
 
     def feed(self, piece: bytes) -> bytes:
         """Take a piece, return what may go on."""
@@ -40,9 +43,11 @@ class EventStream:
         if end == 0:
             if len(data) > MAX_EVENT:
                 self._rest = b""
+                self.torn = True
                 return data
             self._rest = data
             return b""
+        self.torn = False
         if end == len(data):
             self._rest = b""
         else:
@@ -78,10 +83,7 @@ class EventStream:
         if payload == b"[DONE]":
             self.done = True
             return event
-        try:
-            data = orjson.loads(payload)
-        except orjson.JSONDecodeError:
-            return event
+        data = parsed(payload)
         return self._data(event, data) if isinstance(data, dict) else event
 
     def _data(self, event: bytes, data: dict[str, Any]) -> bytes:
@@ -97,8 +99,25 @@ class EventStream:
         if self.aborted or (self._hide_usage and isinstance(usage, dict) and choices == []):
             return b""
         if data.pop("kv_transfer_params", None) is not None:
-            return b"data: " + orjson.dumps(data) + b"\n\n"
+            return b"data: " + written(data) + b"\n\n"
         return event
+
+
+def parsed(text: bytes) -> Any:
+    """JSON as engines write it, bare NaN and Infinity among it; None where it is none."""
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        pass
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def written(data: object) -> bytes:
+    """The JSON of something that was `parsed`."""
+    return json.dumps(data, separators=(",", ":")).encode()
 
 
 def _last_end(data: bytes) -> int:

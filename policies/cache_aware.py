@@ -25,9 +25,9 @@ class CacheAware:
 
     def place(self, job: Job, candidates: Sequence[Candidate]) -> Placement:
         able = able_to_answer(candidates)
-        if not any(c.own_tokens for c in able):
+        if job.prompt_tokens is None or not any(c.own_tokens for c in able):
             return placed(job, self._by_load.ranked(able), "nothing cached, least loaded")
-        by_work = sorted(able, key=lambda c: (self._work(job, c), -c.own_tokens, c.id))
+        by_work = sorted(able, key=lambda c: (self._work(job, c), -c.own_tokens, self._by_load.turn(c)))
         self._by_load.chose(by_work[0])
         longest = max(c.own_tokens for c in able)
         reason = "longest prefix" if by_work[0].own_tokens == longest else "longest prefix is busy"

@@ -16,12 +16,17 @@ ROLES: tuple[Role, ...] = ("both", "prefill", "decode")
 
 def conform(make: Callable[[], Policy], *, rounds: int = 300, seed: int = 1) -> None:
     """Raise AssertionError where a policy breaks a rule; `make` gives a fresh one each time."""
-    refuses_an_empty_fleet(make)
-    needs_an_engine_that_answers(make)
-    places_on_what_is_there(make, random.Random(seed), rounds)
-    repeats_itself(make, random.Random(seed), rounds)
-    bears_missing_signals(make)
-    bears_every_outcome(make)
+    try:
+        refuses_an_empty_fleet(make)
+        needs_an_engine_that_answers(make)
+        places_on_what_is_there(make, random.Random(seed), rounds)
+        repeats_itself(make, random.Random(seed), rounds)
+        bears_missing_signals(make)
+        bears_every_outcome(make)
+    except AssertionError:
+        raise
+    except Exception as error:
+        raise AssertionError(f"nothing but NoCapacity, and that only without an able engine: {error!r}") from error
 
 
 def refuses_an_empty_fleet(make: Callable[[], Policy]) -> None:

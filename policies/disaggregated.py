@@ -30,8 +30,9 @@ class Disaggregated:
     def place(self, job: Job, candidates: Sequence[Candidate]) -> Placement:
         decode = self._decode.place(job, candidates)
         chosen = next(c for c in candidates if c.id == decode.engine)
-        missing = uncached(job, chosen)
-        if missing < self._min_prefill_tokens:
+        if job.prompt_tokens is None:
+            return replace(decode, reason="prompt not counted")
+        if uncached(job, chosen) < self._min_prefill_tokens:
             return replace(decode, reason="too little to prefill elsewhere")
         if job.pool_tokens is None:
             return replace(decode, reason="pool unknown, prefill where it decodes")

@@ -7,7 +7,7 @@ learned). This file imports nothing of the house, so that a policy of yours need
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 Role = Literal["both", "prefill", "decode"]
 
@@ -75,6 +75,7 @@ class Outcome:
     """What the engine says it did not compute; None where it does not say."""
 
 
+@runtime_checkable
 class Policy(Protocol):
     """Chooses. `policies.conformance.conform` holds what every policy must keep."""
 

@@ -4,6 +4,9 @@ from collections.abc import Sequence
 
 from policies.interface import Candidate, Job, Outcome, Placement, able_to_answer, placed
 
+REMEMBERED = 4096
+"""Engines whose turns are remembered; the one whose turn is longest past is forgotten first."""
+
 
 class LeastLoaded:
     """The least of `load`, in tokens:
@@ -33,11 +36,18 @@ class LeastLoaded:
 
     def ranked(self, able: Sequence[Candidate]) -> list[Candidate]:
         """Least loaded first; the first counts as chosen."""
-        ranked = sorted(able, key=lambda c: (self.load(c), self._last.get(c.id, 0)))
+        ranked = sorted(able, key=lambda c: (self.load(c), self.turn(c)))
         self.chose(ranked[0])
         return ranked
+
+    def turn(self, candidate: Candidate) -> int:
+        """When this engine was last chosen: the least goes first in a tie."""
+        return self._last.get(candidate.id, 0)
 
     def chose(self, candidate: Candidate) -> None:
         """Note whose turn it was, so that the next tie goes elsewhere."""
         self._placed += 1
+        self._last.pop(candidate.id, None)
         self._last[candidate.id] = self._placed
+        if len(self._last) > REMEMBERED:
+            del self._last[next(iter(self._last))]

@@ -1,10 +1,16 @@
-"""A name, an entry point or "module:Class", plus settings, to a policy or a clear error."""
+"""A name, an entry point or "module:Class", plus settings, to a policy or a clear error.
+
+Settings are checked against the annotations of the policy's constructor, so that "64" for an int is
+refused here and not met by the first request.
+"""
 
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from importlib.metadata import entry_points
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from policies.cache_aware import CacheAware
 from policies.disaggregated import Disaggregated
@@ -19,6 +25,7 @@ BUILT_IN: dict[str, Callable[..., Policy]] = {
     "disaggregated": Disaggregated,
 }
 GROUP = "moongate.policies"
+_STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
 class BadPolicy(Exception):
@@ -30,6 +37,7 @@ def load(use: str, settings: Mapping[str, object]) -> Policy:
     maker = _find(use)
     try:
         inspect.signature(maker).bind(**settings)
+        _check(maker, settings)
         policy = maker(**settings)
     except (TypeError, ValueError) as error:
         raise BadPolicy(f"policy {use!r} does not take these settings: {error}") from error
@@ -39,6 +47,21 @@ def load(use: str, settings: Mapping[str, object]) -> Policy:
     return policy
 
 
+def _check(maker: Callable[..., Policy], settings: Mapping[str, object]) -> None:
+    try:
+        parameters = inspect.signature(maker, eval_str=True).parameters
+    except NameError:  # an annotation that only a type checker can read
+        return
+    for name, value in settings.items():
+        parameter = parameters.get(name)
+        if parameter is None or parameter.annotation is parameter.empty:
+            continue
+        try:
+            TypeAdapter[object](parameter.annotation, config=_STRICT).validate_python(value)
+        except ValidationError as error:
+            raise TypeError(f"{name}: {error.errors()[0]['msg']}, not {value!r}") from error
+
+
 def _find(use: str) -> Callable[..., Policy]:
     if use in BUILT_IN:
         return BUILT_IN[use]
@@ -46,7 +69,7 @@ def _find(use: str) -> Callable[..., Policy]:
         module, _, name = use.partition(":")
         try:
             found: Callable[..., Policy] = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
             raise BadPolicy(f"policy {use!r} cannot be imported: {error}") from error
         return found
     installed = {point.name: point for point in entry_points(group=GROUP)}

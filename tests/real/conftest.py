@@ -6,20 +6,17 @@ The model is made once and kept in `.model`, until make_model.py changes.
 import hashlib
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from .stack import ENGINE_PYTHON, Pool, missing, start_pool
+from .stack import ENGINE_PYTHON, Gateway, Pool, missing, start_gateway, start_pool
 
 HERE = Path(__file__).resolve().parent
 RECIPE = HERE / "make_model.py"
 MODEL = HERE / ".model" / "tiny"
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "real: needs real vLLM engines and a Mooncake master")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -54,3 +51,55 @@ def pool(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """A master and two engines, both serving the model `tiny` and sharing one store."""
     with start_pool(model_folder, tmp_path_factory.mktemp("pool")) as pool:
         yield pool
+
+
+KEYS = {"team-a": "key-of-team-a", "team-b": "key-of-team-b"}
+SECRET = "a secret for tests"
+
+Serve = Callable[..., Gateway]
+
+
+def tenants() -> list[dict[str, object]]:
+    """The tenants of a configuration, with the keys of KEYS."""
+    return [
+        {"name": name, "keys": [{"sha256": hashlib.sha256(key.encode()).hexdigest()}]} for name, key in KEYS.items()
+    ]
+
+
+def settings(
+    pool: Pool,
+    model: Path,
+    *,
+    policy: str = "cache_aware",
+    roles: Sequence[str] = ("both", "both"),
+    **sections: object,
+) -> dict[str, object]:
+    """A gateway's configuration over the pool; `sections` replace whole sections of it."""
+    engines = [{"url": url, "model": "tiny", "role": role} for url, role in zip(pool.urls, roles, strict=False)]
+    return {
+        "secret": SECRET,
+        "pools": {"main": {"admin": [pool.master.admin], "deadline_ms": 1000}},
+        "models": [{"name": "tiny", "tokenizer": str(model), "pool": "main"}],
+        "engines": {"static": engines},
+        "policy": {"use": policy},
+        "tenants": tenants(),
+        "telemetry": {"expose_routing": True},
+    } | sections
+
+
+@pytest.fixture(scope="module")
+def serve(pool: Pool, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    """Start gateways over the pool; they end with the module."""
+    with ExitStack() as stop:
+
+        def start(**changes: object) -> Gateway:
+            config = settings(pool, model_folder, **changes)  # type: ignore[arg-type]
+            return stop.enter_context(start_gateway(config, tmp_path_factory.mktemp("gateway")))
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def gateway(serve: Serve) -> Gateway:
+    """A gateway with two tenants, the policy cache_aware, and both engines for everything."""
+    return serve()

@@ -1,0 +1,7 @@
+"""An engine that behaves like vLLM 0.32 on the wire, without a GPU and without weights.
+
+Same block hashes, same keys in a real Mooncake pool, same KV events, same answers' shape; the time
+that a step takes comes from `timing`, and the words from `text`. It tokenises with the connector's
+own tokenizer, so it agrees with the gateway by construction: what that is worth against a real
+engine is for tests/real to show.
+"""

@@ -1,0 +1,417 @@
+"""What the pool holds, asked of a double of the Mooncake master that decodes and splits as it does."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from connector.blocks import Prefix
+from connector.mooncake import CHUNK_KEYS, KeyScheme, Master, Ranks, Residency
+from tests.connector.peer import Line, Peer, Script, answers, free_port, hold, listen, ok, once, until
+
+ONE_RANK = KeyScheme.of("Qwen3-8B")
+PLENTY = 5.0
+BLOCK_SIZE = 32
+
+EMPTY: dict[str, Any] = {
+    "ok": False, "error": "OBJECT_NOT_FOUND",
+    "values": None, "disk_values": None, "local_disk_values": None, "nof_values": None,
+}  # fmt: skip
+IN_MEMORY = EMPTY | {"ok": True, "error": None, "values": [{"size_": 1, "transport_endpoint_": "h:1"}]}
+
+
+def prefix(blocks: int) -> Prefix:
+    """A prompt of `blocks` reusable blocks, each with a hash of its own."""
+    return Prefix(blocks * BLOCK_SIZE + 1, BLOCK_SIZE, tuple(number.to_bytes(32) for number in range(blocks)))
+
+
+def keys_of(scheme: KeyScheme, blocks: Iterable[int]) -> set[str]:
+    return {key for number in blocks for key in scheme.keys(number.to_bytes(32))}
+
+
+def asked(target: str) -> list[str]:
+    """The keys that the master understands: it decodes first and splits then."""
+    parts = urlsplit(target)
+    assert parts.path == "/batch_query_keys"
+    [joined] = parse_qs(parts.query, strict_parsing=True)["keys"]
+    return joined.split(",")
+
+
+def master_with(entries: dict[str, dict[str, Any]]) -> Script:
+    async def script(line: Line) -> None:
+        while True:
+            keys = asked((await line.request()).target)
+            data = {key: entries.get(key, EMPTY) for key in sorted(set(keys))}
+            await line.send(ok(orjson.dumps({"success": True, "data": data})))
+
+    return script
+
+
+def holding(keys: Iterable[str]) -> Script:
+    return master_with(dict.fromkeys(keys, IN_MEMORY))
+
+
+@asynccontextmanager
+async def mastered(*scripts: Script, deadline: float = PLENTY) -> AsyncIterator[tuple[Master, Peer]]:
+    async with listen(*scripts) as peer:
+        master = Master([peer.url], deadline)
+        try:
+            yield master, peer
+        finally:
+            master.close()
+
+
+# the leading run
+
+
+@pytest.mark.parametrize("held", [0, 1, CHUNK_KEYS - 1, CHUNK_KEYS, CHUNK_KEYS + 1, 2 * CHUNK_KEYS, 300])
+async def test_the_run_is_the_blocks_before_the_first_gap(held: int) -> None:
+    stored = keys_of(ONE_RANK, itertools.chain(range(held), range(held + 1, 300)))
+    async with mastered(holding(stored)) as (master, peer):
+        residency = await master.look_up(prefix(300), ONE_RANK)
+
+    chunks = min(held // CHUNK_KEYS + 1, 3)
+    assert residency == Residency(run=held, asked=min(chunks * CHUNK_KEYS, 300))
+    assert len(peer.requests) == chunks, "nothing is asked behind the chunk with the gap"
+    assert len(peer.lines) == 1
+
+
+async def test_keys_are_asked_for_in_prefix_order() -> None:
+    async with mastered(holding(keys_of(ONE_RANK, range(200)))) as (master, peer):
+        await master.look_up(prefix(200), ONE_RANK)
+
+    order = [key for request in peer.requests for key in asked(request.target)]
+    assert order == [ONE_RANK.keys(number.to_bytes(32))[0] for number in range(200)]
+
+
+async def test_a_prompt_without_a_reusable_block_asks_nothing() -> None:
+    async with mastered(holding(())) as (master, peer):
+        whole = Prefix(BLOCK_SIZE, BLOCK_SIZE, (bytes(32),))
+        assert await master.look_up(whole, ONE_RANK) == Residency(run=0, asked=0)
+        assert peer.lines == []
+
+
+async def test_the_last_full_block_of_a_full_prompt_is_not_asked_for() -> None:
+    async with mastered(holding(keys_of(ONE_RANK, range(3)))) as (master, _):
+        full = Prefix(3 * BLOCK_SIZE, BLOCK_SIZE, prefix(3).hashes)
+        assert await master.look_up(full, ONE_RANK) == Residency(run=2, asked=2)
+
+
+@pytest.mark.parametrize("missing", range(4))
+async def test_a_block_needs_the_object_of_every_rank(missing: int) -> None:
+    scheme = KeyScheme.of("m", Ranks(tp=2, pp=2))
+    stored = keys_of(scheme, range(8)) - {scheme.keys((5).to_bytes(32))[missing]}
+    async with mastered(holding(stored)) as (master, _):
+        assert (await master.look_up(prefix(8), scheme)).run == 5
+
+
+async def test_a_chunk_counts_keys_and_holds_whole_blocks() -> None:
+    scheme = KeyScheme.of("m", Ranks(tp=3))
+    async with mastered(holding(keys_of(scheme, range(90)))) as (master, peer):
+        assert await master.look_up(prefix(90), scheme) == Residency(run=90, asked=270)
+
+    sizes = [len(asked(request.target)) for request in peer.requests]
+    assert sum(sizes) == 270
+    assert all(size <= CHUNK_KEYS and size % 3 == 0 for size in sizes)
+
+
+async def test_more_ranks_than_keys_in_a_chunk() -> None:
+    scheme = KeyScheme.of("m", Ranks(tp=CHUNK_KEYS, pp=2))
+    async with mastered(holding(keys_of(scheme, range(2)))) as (master, peer):
+        assert (await master.look_up(prefix(3), scheme)).run == 2
+        assert len(peer.requests) == 3
+
+
+@pytest.mark.parametrize("tier", ["values", "disk_values", "local_disk_values", "nof_values"])
+async def test_a_replica_on_any_tier_counts(tier: str) -> None:
+    [key] = keys_of(ONE_RANK, [0])
+    async with mastered(master_with({key: EMPTY | {"ok": True, tier: [{"object_size": 1}]}})) as (master, _):
+        assert (await master.look_up(prefix(1), ONE_RANK)).run == 1
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [EMPTY, EMPTY | {"ok": True}, EMPTY | {"ok": True, "values": []}, IN_MEMORY | {"ok": False}],
+)
+async def test_an_object_without_a_replica_does_not(entry: dict[str, Any]) -> None:
+    [key] = keys_of(ONE_RANK, [0])
+    async with mastered(master_with({key: entry})) as (master, _):
+        assert await master.look_up(prefix(1), ONE_RANK) == Residency(run=0, asked=1)
+
+
+# names of keys
+
+
+def test_a_key_is_spelled_as_vllm_spells_it() -> None:
+    assert KeyScheme.of("space@Qwen3-8B").keys(bytes.fromhex("00ff")) == (
+        "space@Qwen3-8B@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@00ff",
+    )
+
+
+def vllm_suffixes(ranks: Ranks) -> list[tuple[int, int, int, int]]:
+    """_init_lookup_key_prefixes and _spec_tp_replication_factor of vLLM 0.32.0: (tp, pcp, dcp, pp)."""
+    if ranks.dcp > 1:
+        return [
+            (tp, pcp, tp % ranks.dcp, pp)
+            for pcp in range(ranks.pcp)
+            for tp in range(ranks.tp)
+            for pp in range(ranks.pp)
+        ]
+    factor = 1 if ranks.kv_heads is None else max(1, ranks.tp // ranks.kv_heads)
+    return [(tp, pcp, 0, pp) for pcp in range(ranks.pcp) for tp in range(ranks.tp // factor) for pp in range(ranks.pp)]
+
+
+@given(
+    st.builds(
+        Ranks,
+        tp=st.integers(1, 16),
+        pp=st.integers(1, 4),
+        pcp=st.integers(1, 3),
+        dcp=st.integers(1, 4),
+        kv_heads=st.none() | st.integers(1, 32),
+    )
+)
+def test_ranks_are_those_that_vllm_looks_up(ranks: Ranks) -> None:
+    expected = [f"@tp_rank:{tp}@pcp{pcp}@dcp{dcp}@pp_rank:{pp}@group:0@" for tp, pcp, dcp, pp in vllm_suffixes(ranks)]
+
+    assert list(ranks.suffixes()) == expected
+    assert len(set(expected)) == len(expected)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tp_ranks"),
+    [
+        (Ranks(), [0]),
+        (Ranks(tp=4), [0, 1, 2, 3]),
+        (Ranks(tp=4, kv_heads=8), [0, 1, 2, 3]),
+        (Ranks(tp=8, kv_heads=2), [0, 1]),
+        (Ranks(tp=8, kv_heads=1), [0]),
+        (Ranks(tp=4, dcp=2, kv_heads=1), [0, 1, 2, 3]),
+    ],
+)
+def test_replicated_kv_heads_are_stored_once(ranks: Ranks, tp_ranks: list[int]) -> None:
+    assert [int(suffix.split("@")[1].removeprefix("tp_rank:")) for suffix in ranks.suffixes()] == tp_ranks
+
+
+@pytest.mark.parametrize(
+    "name", ["a b", "a+b", "100%", "%2C", "a&keys=b", "Qwen 3-8Ü 月", "a/b", "a#b?c", "x=y;z", "@"]
+)
+async def test_odd_names_arrive_as_they_are(name: str) -> None:
+    scheme = KeyScheme.of(name, Ranks(tp=2))
+    async with mastered(holding(keys_of(scheme, range(3)))) as (master, peer):
+        assert await master.look_up(prefix(5), scheme) == Residency(run=3, asked=10)
+        assert await master.wait_for((2).to_bytes(32), scheme, PLENTY)
+        assert set(asked(peer.requests[0].target)) == keys_of(scheme, range(5))
+
+
+async def test_a_name_with_a_comma_is_unknown_and_not_absent() -> None:
+    """The master cannot be asked for it at all: it splits after decoding."""
+    scheme = KeyScheme.of("a,b")
+    async with mastered(holding(keys_of(scheme, range(3)))) as (master, _):
+        assert await master.look_up(prefix(3), scheme) == Residency(None, 3, "answer")
+        assert not await master.wait_for(bytes(32), scheme, 0.03)
+
+
+# a sick master
+
+
+def whole(data: object) -> bytes:
+    return ok(orjson.dumps({"success": True, "data": data}))
+
+
+[FIRST] = keys_of(ONE_RANK, [0])
+NO_ANSWERS = {
+    "refusal": ok(b"no", status=b"400 Bad Request"),
+    "failure": ok(orjson.dumps({"data": {FIRST: IN_MEMORY}}), status=b"500 Internal Server Error"),
+    "html": ok(b"<html>hello</html>"),
+    "nothing": ok(b""),
+    "no object": ok(b"[]"),
+    "a number": ok(b"7"),
+    "null": ok(b"null"),
+    "no data": ok(b'{"success":true}'),
+    "data is null": whole(None),
+    "data is a list": whole([]),
+    "data is a list of keys": whole([FIRST]),
+    "data is text": whole("x"),
+    "the key is not there": whole({}),
+    "another key": whole({"x": IN_MEMORY}),
+    "the entry is null": whole({FIRST: None}),
+    "the entry is a list": whole({FIRST: []}),
+    "the entry is text": whole({FIRST: "ok"}),
+    "the entry is a number": whole({FIRST: 1}),
+    "the entry is empty": whole({FIRST: {}}),
+    "no ok": whole({FIRST: {name: value for name, value in IN_MEMORY.items() if name != "ok"}}),
+    "no tiers": whole({FIRST: {"ok": True}}),
+    "not UTF-8": ok(b'{"data":{"\xff":1}}'),
+    "deep": ok(b"[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("said", NO_ANSWERS.values(), ids=NO_ANSWERS)
+async def test_a_wrong_answer_is_unknown(said: bytes) -> None:
+    async with mastered(answers(said)) as (master, _):
+        assert await master.look_up(prefix(1), ONE_RANK) == Residency(None, 1, "answer")
+
+
+@pytest.mark.parametrize(
+    "script", [once(), once(b"SSH-2.0\r\n"), once(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{")], ids=str
+)
+async def test_a_broken_exchange_is_unknown(script: Script) -> None:
+    async with mastered(script) as (master, _):
+        assert await master.look_up(prefix(1), ONE_RANK) == Residency(None, 1, "error")
+
+
+async def test_a_refused_connection_is_unknown() -> None:
+    master = Master([f"http://127.0.0.1:{free_port()}"], PLENTY)
+    assert await master.look_up(prefix(1), ONE_RANK) == Residency(None, 1, "error")
+
+
+async def test_an_answer_without_an_end_is_unknown() -> None:
+    async def script(line: Line) -> None:
+        await line.request()
+        await line.send(b"HTTP/1.1 200 OK\r\n\r\n")
+        while True:
+            await line.send(b" " * 65536)
+
+    async with mastered(script) as (master, _):
+        assert await master.look_up(prefix(1), ONE_RANK) == Residency(None, 1, "error")
+
+
+async def drips(line: Line) -> None:
+    """An answer that is always about to come."""
+    await line.request()
+    await line.send(b"HTTP/1.1 200 OK\r\n\r\n")
+    while True:
+        await asyncio.sleep(0.001)
+        await line.send(b" ")
+
+
+@pytest.mark.parametrize("script", [hold, drips])
+async def test_the_deadline_bounds_a_silent_master(script: Script) -> None:
+    """The bound is loose for slow machines; the wire's own limits begin at a second."""
+    async with mastered(script, deadline=0.02) as (master, peer):
+        async with asyncio.timeout(0.8):
+            assert await master.look_up(prefix(1), ONE_RANK) == Residency(None, 1, "timeout")
+        assert len(peer.lines) == 1
+        await until(lambda: master._wires[0].busy == 0)
+
+
+async def test_the_deadline_covers_all_chunks_together() -> None:
+    async def slow(line: Line) -> None:
+        while True:
+            keys = asked((await line.request()).target)
+            await asyncio.sleep(0.03)
+            await line.send(whole(dict.fromkeys(keys, IN_MEMORY)))
+
+    async with mastered(slow, deadline=0.05) as (master, _):
+        residency = await master.look_up(prefix(10 * CHUNK_KEYS), ONE_RANK)
+    assert (residency.run, residency.trouble) == (None, "timeout")
+
+
+async def test_a_gap_behind_trouble_is_unknown_as_a_whole() -> None:
+    async def script(line: Line) -> None:
+        keys = asked((await line.request()).target)
+        await line.send(whole(dict.fromkeys(keys, IN_MEMORY)))
+        await line.request()
+        await line.send(ok(b"", status=b"503 Service Unavailable"))
+
+    async with mastered(script) as (master, _):
+        assert await master.look_up(prefix(200), ONE_RANK) == Residency(None, 200, "answer")
+
+
+async def test_a_look_up_that_is_cancelled_stays_cancelled() -> None:
+    async with mastered(hold) as (master, peer):
+        looking = asyncio.create_task(master.look_up(prefix(1), ONE_RANK))
+        await until(lambda: peer.requests)
+        looking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await looking
+
+
+# several masters
+
+
+async def test_the_next_master_is_asked_when_one_fails() -> None:
+    async with listen(holding(keys_of(ONE_RANK, range(2)))) as peer:
+        master = Master([f"http://127.0.0.1:{free_port()}", peer.url], PLENTY)
+        assert (await master.look_up(prefix(2), ONE_RANK)).trouble == "error"
+        for _ in range(3):
+            assert (await master.look_up(prefix(2), ONE_RANK)).run == 2
+        master.close()
+
+
+@pytest.mark.parametrize("together", [1, 2, 3, 4])
+async def test_look_ups_that_fail_together_do_not_pass_over_the_next_master(together: int) -> None:
+    async with listen(holding(keys_of(ONE_RANK, range(2)))) as peer:
+        master = Master([f"http://127.0.0.1:{free_port()}", peer.url], PLENTY)
+        failed = await asyncio.gather(*(master.look_up(prefix(2), ONE_RANK) for _ in range(together)))
+        assert [residency.trouble for residency in failed] == ["error"] * together
+        assert (await master.look_up(prefix(2), ONE_RANK)).run == 2
+        master.close()
+
+
+# waiting for a block
+
+
+def appears(after: int, sick: bytes | None = None) -> Script:
+    """The block is there from the n-th question on; before that it is not, or the master is sick."""
+
+    async def script(line: Line) -> None:
+        while True:
+            keys = asked((await line.request()).target)
+            there = len(line.requests) > after
+            nothing = sick if sick is not None else whole(dict.fromkeys(keys, EMPTY))
+            await line.send(whole(dict.fromkeys(keys, IN_MEMORY)) if there else nothing)
+
+    return script
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+async def test_a_block_that_comes_is_seen(after: int) -> None:
+    async with mastered(appears(after)) as (master, peer):
+        assert await master.wait_for(bytes(32), ONE_RANK, PLENTY) is True
+        assert len(peer.requests) == after + 1
+
+
+async def test_a_block_that_never_comes_is_not_waited_for_beyond_the_deadline() -> None:
+    async with mastered(holding(())) as (master, peer), asyncio.timeout(0.8):
+        assert await master.wait_for(bytes(32), ONE_RANK, 0.05) is False
+        assert 1 < len(peer.requests) < 20, "asked again, and not without a pause"
+
+
+async def test_a_silent_master_is_not_waited_for_either() -> None:
+    async with mastered(hold) as (master, _), asyncio.timeout(0.8):
+        assert await master.wait_for(bytes(32), ONE_RANK, 0.03) is False
+
+
+async def test_a_block_is_there_when_all_its_ranks_are() -> None:
+    scheme = KeyScheme.of("m", Ranks(tp=2))
+    async with mastered(holding(scheme.keys(bytes(32))[:1])) as (master, _):
+        assert await master.wait_for(bytes(32), scheme, 0.03) is False
+
+
+@pytest.mark.parametrize("said", NO_ANSWERS.values(), ids=NO_ANSWERS)
+async def test_errors_in_between_are_survived(said: bytes) -> None:
+    async with mastered(appears(1, sick=said)) as (master, _):
+        assert await master.wait_for(bytes(32), ONE_RANK, PLENTY) is True
+
+
+@pytest.mark.parametrize("broken", [once, lambda: once(b"SSH-2.0\r\n")])
+async def test_broken_connections_in_between_are_survived(broken: Callable[[], Script]) -> None:
+    async with mastered(broken(), broken(), holding([FIRST])) as (master, peer):
+        assert await master.wait_for(bytes(32), ONE_RANK, PLENTY) is True
+        assert len(peer.lines) == 3
+
+
+async def test_another_master_may_know_of_the_block() -> None:
+    async with listen(holding([FIRST])) as peer:
+        master = Master([f"http://127.0.0.1:{free_port()}", peer.url], PLENTY)
+        assert await master.wait_for(bytes(32), ONE_RANK, PLENTY) is True
+        master.close()

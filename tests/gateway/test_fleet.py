@@ -1,0 +1,316 @@
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from connector.blocks import Adapter, Prefix
+from connector.vllm import CacheFacts
+from connector.wire import Timeouts
+from gateway.fleet import DEFAULT_BLOCKS, STALE_AFTER, EngineSpec, Fleet, Held
+from tests.double import Engine
+from tests.gateway.house import eventually
+
+LORA = {"id": "lora-a", "object": "model", "root": "/adapters/a", "parent": "tiny"}
+
+
+def prefix(*names: int, tokens: int | None = None, size: int = 4) -> Prefix:
+    """A prompt of these blocks and one token more."""
+    hashes = tuple(b"%d" % name for name in names)
+    return Prefix(tokens=len(names) * size + 1 if tokens is None else tokens, block_size=size, hashes=hashes)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@asynccontextmanager
+async def fleet_of(*specs: EngineSpec, clock: Clock | None = None, poll: float = 60) -> AsyncIterator[Fleet]:
+    fleet = Fleet(specs, timeouts=Timeouts(connect=1, head=1, idle=1), poll=poll, clock=clock or Clock())
+    try:
+        await fleet.open()
+        yield fleet
+    finally:
+        await fleet.close()
+
+
+def spec(engine: Engine, model: str = "tiny") -> EngineSpec:
+    return EngineSpec(engine.url, model)
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[Engine]:
+    async with Engine() as engine:
+        yield engine
+
+
+# Held
+
+
+def test_the_run_ends_at_the_first_block_that_is_not_held() -> None:
+    held = Held()
+    held.add(prefix(1, 2, 3))
+    assert held.run(prefix(1, 2, 3, 4)) == 3
+    assert held.run(prefix(1, 9, 3)) == 1
+    assert held.run(prefix(9, 2, 3)) == 0
+
+
+def test_one_token_is_always_computed() -> None:
+    held = Held()
+    held.add(prefix(1, 2))
+    assert held.run(prefix(1, 2, tokens=8)) == 1
+
+
+def test_the_tail_is_forgotten_first() -> None:
+    held = Held()
+    held.capacity = 3
+    held.add(prefix(1, 2, 3, 4, 5))
+    assert len(held) == 3
+    assert held.run(prefix(1, 2, 3, 4, 5)) == 3
+
+
+def test_the_least_recently_used_prompt_goes() -> None:
+    held = Held()
+    held.capacity = 4
+    held.add(prefix(1, 2))
+    held.add(prefix(3, 4))
+    held.add(prefix(1, 2))
+    held.add(prefix(5, 6))
+    assert [held.run(prefix(*p)) for p in ((1, 2), (3, 4), (5, 6))] == [2, 0, 2]
+
+
+@given(st.lists(st.lists(st.integers(0, 30), max_size=12), max_size=20), st.integers(1, 10))
+def test_held_is_bounded_and_what_came_last_is_there(prompts: list[list[int]], capacity: int) -> None:
+    held = Held()
+    held.capacity = capacity
+    for blocks in prompts:
+        unique = list(dict.fromkeys(blocks))
+        held.add(prefix(*unique))
+        assert len(held) <= capacity
+        assert held.run(prefix(*unique)) == min(len(unique), capacity)
+
+
+# Leases
+
+
+async def test_a_lease_counts_until_it_ends(engine: Engine) -> None:
+    async with fleet_of(spec(engine)) as fleet:
+        (one,) = fleet.engines
+        with fleet.lease(one.id, 100, None) as first, fleet.lease(one.id, 50, None):
+            assert (one.requests, one.backlog) == (2, 150)
+            first.prefilled(computed=True)
+            assert (one.requests, one.backlog) == (2, 50)
+            first.prefilled(computed=True)
+            first.release()
+            assert (one.requests, one.backlog) == (2, 50)
+        assert (one.requests, one.backlog) == (0, 0)
+
+
+@pytest.mark.parametrize("ending", [ValueError, asyncio.CancelledError, GeneratorExit])
+async def test_a_lease_ends_on_every_ending(engine: Engine, ending: type[BaseException]) -> None:
+    async with fleet_of(spec(engine)) as fleet:
+        (one,) = fleet.engines
+        for _ in range(100):
+            with pytest.raises(ending), fleet.lease(one.id, 10, None):
+                raise ending
+        assert (one.requests, one.backlog) == (0, 0)
+
+
+async def test_what_was_computed_is_held(engine: Engine) -> None:
+    async with fleet_of(spec(engine)) as fleet:
+        (one,) = fleet.engines
+        with fleet.lease(one.id, 0, prefix(1, 2)) as lease:
+            assert fleet.candidates("tiny", None, prefix(1, 2))[0].own_tokens == 0
+            lease.prefilled(computed=True)
+            assert fleet.candidates("tiny", None, prefix(1, 2))[0].own_tokens == 8
+
+
+@pytest.mark.parametrize("how", ["refused", "lost", "never"])
+async def test_what_was_not_computed_is_not(engine: Engine, how: str) -> None:
+    async with fleet_of(spec(engine)) as fleet:
+        (one,) = fleet.engines
+        with fleet.lease(one.id, 0, prefix(1, 2)) as lease:
+            if how == "refused":
+                lease.prefilled(computed=False)
+            if how == "lost":
+                one.lost("gone")
+                lease.prefilled(computed=True)
+        assert len(one.held) == 0
+
+
+async def test_candidates_say_what_is_under_way(engine: Engine) -> None:
+    engine.waiting = 3
+    async with fleet_of(spec(engine)) as fleet:
+        (one,) = fleet.engines
+        with fleet.lease(one.id, 70, None):
+            (candidate,) = fleet.candidates("tiny", None, None)
+    assert (candidate.requests, candidate.tokens, candidate.waiting, candidate.own_tokens) == (1, 70, 3, 0)
+    assert (candidate.id, candidate.role) == (f"127.0.0.1:{engine.port}", "both")
+
+
+async def test_an_old_word_on_the_load_is_none(engine: Engine) -> None:
+    clock = Clock()
+    async with fleet_of(spec(engine), clock=clock, poll=60) as fleet:
+        clock.now += STALE_AFTER * 60
+        assert fleet.candidates("tiny", None, None)[0].waiting == 0
+        clock.now += 1
+        assert fleet.candidates("tiny", None, None)[0].waiting is None
+
+
+# Health
+
+
+async def test_engines_say_how_they_hash(engine: Engine) -> None:
+    async with fleet_of(spec(engine)) as fleet:
+        assert fleet.facts("tiny") == {CacheFacts(32, "sha256_cbor", 8192)}
+        assert fleet.engines[0].held.capacity == 8192
+        assert fleet.root("tiny") == "/models/tiny"
+        assert fleet.facts("other") == frozenset()
+        assert fleet.root("other") is None
+
+
+async def test_an_engine_that_says_little_is_in(engine: Engine) -> None:
+    engine.metrics = b"# nothing\n"
+    async with fleet_of(spec(engine)) as fleet:
+        assert fleet.engines[0].alive
+        assert fleet.engines[0].held.capacity == DEFAULT_BLOCKS
+        assert fleet.candidates("tiny", None, None)[0].waiting is None
+        assert fleet.facts("tiny") == {CacheFacts(None, None, None)}
+
+
+@pytest.mark.parametrize(
+    ("fault", "trouble"),
+    [
+        ("health", "its /health is not 200"),
+        ("model", "it does not serve tiny; set its --served-model-name, or the model's name"),
+        ("cards", "its /v1/models"),
+        ("metrics", "its /metrics"),
+        ("refused", "no connection"),
+    ],
+)
+async def test_why_an_engine_is_out(engine: Engine, fault: str, trouble: str) -> None:
+    match fault:
+        case "health":
+            engine.health = 503
+        case "model":
+            engine.cards[0]["id"] = "other"
+        case "cards":
+            engine.cards = [{}]
+        case "metrics":
+            engine.metrics = b'vllm:num_requests_running{engine="0" x\n'
+        case "refused":
+            await engine.stop()
+    async with fleet_of(spec(engine)) as fleet:
+        assert (fleet.engines[0].trouble or "").startswith(trouble)
+        assert fleet.candidates("tiny", None, None) == []
+        assert fleet.facts("tiny") == frozenset()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"vllm:num_requests_running", b"vllm:num_requests_running{", b"vllm:num_requests_running{} x",
+        b"vllm:num_requests_running{a=b} 1", b"vllm:kv_cache_usage_perc\xff 1", b"\x00\xff" * 50,
+        b'vllm:cache_config_info{block_size="x",num_gpu_blocks="-1"} 1', b"vllm:kv_cache_usage_perc{}} 1 2 3 4",
+        b'vllm:cache_config_info{block_size="32', b"vllm:kv_cache_usage_perc NaN", b"vllm:cache_config_info # {} 1",
+    ],
+)  # fmt: skip
+async def test_no_metrics_stop_the_watching(engine: Engine, said: bytes) -> None:
+    engine.metrics = said + b"\n"
+    async with fleet_of(spec(engine), poll=0.01) as fleet:
+        engine.metrics = None
+        await becomes(fleet, alive=True, trouble=None)
+
+
+async def becomes(fleet: Fleet, *, alive: bool, trouble: str | None) -> None:
+    one = fleet.engines[0]
+    await eventually(lambda: one.alive is alive and one.trouble == trouble)
+
+
+async def test_an_engine_goes_and_comes_back_empty(engine: Engine) -> None:
+    async with fleet_of(spec(engine), poll=0.01) as fleet:
+        (one,) = fleet.engines
+        one.held.add(prefix(1, 2))
+        await engine.stop()
+        await becomes(fleet, alive=False, trouble="no connection")
+        assert len(one.held) == 0
+        assert fleet.facts("tiny") == frozenset()
+        await engine.start()
+        await becomes(fleet, alive=True, trouble=None)
+        assert fleet.facts("tiny")
+
+
+async def test_an_engine_that_begins_as_another_model_is_seen_when_it_changes(engine: Engine) -> None:
+    engine.cards[0]["id"] = "other"
+    async with fleet_of(spec(engine), poll=0.01) as fleet:
+        assert not fleet.engines[0].alive
+        engine.cards[0]["id"] = "tiny"
+        await becomes(fleet, alive=True, trouble=None)
+
+
+async def test_a_suspect_gets_no_work_until_it_is_found_well(engine: Engine) -> None:
+    async with fleet_of(spec(engine), poll=0.02) as fleet:
+        (one,) = fleet.engines
+        one.held.add(prefix(1))
+        fleet.suspect(one.id, "refused")
+        assert fleet.candidates("tiny", None, None) == []
+        assert fleet.facts("tiny") == frozenset()
+        assert len(one.held) == 0
+        await becomes(fleet, alive=True, trouble=None)
+
+
+async def test_a_sick_engine_hurts_no_other(engine: Engine) -> None:
+    async with AsyncExitStack() as stack:
+        other = await stack.enter_async_context(Engine())
+        other.health = 500
+        fleet = await stack.enter_async_context(fleet_of(spec(engine), spec(other)))
+        assert [c.id for c in fleet.candidates("tiny", None, None)] == [f"127.0.0.1:{engine.port}"]
+        assert fleet.facts("tiny") == {CacheFacts(32, "sha256_cbor", 8192)}
+
+
+async def test_disagreeing_engines_are_both_told(engine: Engine) -> None:
+    async with AsyncExitStack() as stack:
+        other = await stack.enter_async_context(Engine())
+        other.facts["block_size"] = "16"
+        fleet = await stack.enter_async_context(fleet_of(spec(engine), spec(other)))
+        assert {fact.block_size for fact in fleet.facts("tiny")} == {16, 32}
+
+
+async def test_adapters_are_what_engines_list(engine: Engine) -> None:
+    engine.cards.append(LORA)
+    async with AsyncExitStack() as stack:
+        other = await stack.enter_async_context(Engine())
+        fleet = await stack.enter_async_context(fleet_of(spec(engine), spec(other)))
+        assert fleet.adapter("lora-a") == ("tiny", Adapter("lora-a", "/adapters/a"))
+        assert fleet.adapter("lora-b") is None
+        assert fleet.adapter("tiny") is None
+        found = fleet.candidates("tiny", Adapter("lora-a", "/adapters/a"), None)
+        assert [c.id for c in found] == [f"127.0.0.1:{engine.port}"]
+        assert len(fleet.candidates("tiny", None, None)) == 2
+
+
+async def test_models_are_apart(engine: Engine) -> None:
+    async with AsyncExitStack() as stack:
+        other = await stack.enter_async_context(Engine("big"))
+        fleet = await stack.enter_async_context(fleet_of(spec(engine), spec(other, "big")))
+        assert [c.id for c in fleet.candidates("big", None, None)] == [f"127.0.0.1:{other.port}"]
+        assert fleet.root("big") == "/models/big"
+
+
+async def test_an_engine_gets_its_own_key_on_every_call(engine: Engine) -> None:
+    async with fleet_of(EngineSpec(engine.url, "tiny", api_key="k")):
+        assert {call.path for call in engine.calls} == {"/health", "/v1/models", "/metrics"}
+        assert all(call.headers("authorization") == ["Bearer k"] for call in engine.calls)
+
+
+async def test_closing_leaves_nothing(engine: Engine) -> None:
+    before = asyncio.all_tasks()
+    async with fleet_of(spec(engine), poll=0.01):
+        pass
+    assert asyncio.all_tasks() - before == {task for task in asyncio.all_tasks() if "_play" in repr(task)}

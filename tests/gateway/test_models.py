@@ -1,0 +1,72 @@
+import pytest
+
+from connector.blocks import Algorithm
+from connector.errors import Inexact
+from connector.mooncake import Ranks
+from connector.vllm import CacheFacts
+from gateway.models import Model
+
+SAID = CacheFacts(block_size=32, algorithm="sha256_cbor", blocks=8192)
+
+
+def nothing(_: str) -> str | None:
+    return None
+
+
+def test_the_scheme_is_what_engines_say() -> None:
+    scheme = Model("m").scheme(frozenset({SAID}))
+    assert (scheme.algorithm, scheme.block_size, scheme.seed) == (Algorithm.SHA256_CBOR, 32, None)
+
+
+def test_the_configuration_wins_over_the_engines() -> None:
+    model = Model("m", algorithm=Algorithm.SHA256, block_size=16, seed="0")
+    scheme = model.scheme(frozenset({SAID, CacheFacts(64, "xxhash", 1)}))
+    assert (scheme.algorithm, scheme.block_size, scheme.seed) == (Algorithm.SHA256, 16, "0")
+
+
+def test_engines_of_different_size_still_agree_on_the_scheme() -> None:
+    facts = frozenset({SAID, CacheFacts(32, "sha256_cbor", 1)})
+    assert Model("m").scheme(facts).block_size == 32
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        (frozenset[CacheFacts](), "block_size_unknown"),
+        (frozenset({CacheFacts(None, "sha256_cbor", 1)}), "block_size_unknown"),
+        (frozenset({CacheFacts(32, None, 1)}), "algorithm_unknown"),
+        (frozenset({CacheFacts(32, "sha3", 1)}), "algorithm_unknown"),
+        (frozenset({SAID, CacheFacts(16, "sha256_cbor", 1)}), "engines_disagree"),
+        (frozenset({SAID, CacheFacts(32, "sha256", 1)}), "engines_disagree"),
+        (frozenset({SAID, CacheFacts(None, None, None)}), "engines_disagree"),
+        (frozenset({CacheFacts(32, "xxhash", 1)}), "random_seed"),
+    ],
+)
+def test_what_is_not_known_is_not_guessed(facts: frozenset[CacheFacts], reason: str) -> None:
+    with pytest.raises(Inexact) as caught:
+        Model("m").scheme(facts)
+    assert caught.value.reason == reason
+
+
+def test_a_seed_makes_xxhash_known() -> None:
+    assert Model("m", seed="0").scheme(frozenset({CacheFacts(32, "xxhash", 1)})).exact
+
+
+@pytest.mark.parametrize(
+    ("root", "name"),
+    [("/models/Qwen3-8B", "Qwen3-8B"), ("/models/Qwen3-8B/", "Qwen3-8B"), ("Qwen/Qwen3-8B", "Qwen3-8B"), ("m", "m")],
+)
+def test_keys_begin_with_the_engines_model_folder(root: str, name: str) -> None:
+    scheme = Model("m").keys(lambda _: root)
+    assert scheme is not None
+    assert scheme.keys(b"\xab") == (f"{name}@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@ab",)
+
+
+def test_keys_begin_with_the_configured_prefix() -> None:
+    scheme = Model("m", key_prefix="cache@M", ranks=Ranks(tp=2)).keys(nothing)
+    assert scheme is not None
+    assert [key.split("@tp")[0] for key in scheme.keys(b"\xab")] == ["cache@M", "cache@M"]
+
+
+def test_no_engine_has_said_its_folder() -> None:
+    assert Model("m").keys(nothing) is None

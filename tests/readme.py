@@ -1,0 +1,78 @@
+"""The README's tables, made from the code that they describe.
+
+python -m tests.readme     writes them into README.md; a test sees to it that this was done
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+from prometheus_client.metrics import MetricWrapperBase
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from connector.wire import Timeouts
+from gateway.api import _engine_gauges
+from gateway.config import Config
+from gateway.fleet import Fleet
+from gateway.trace import Telemetry
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+
+
+def settings() -> str:
+    """A row for each setting, its default, and its docstring."""
+    return "".join(f"| {name} | {default} | {meaning} |\n" for name, default, meaning in _settings(Config, ""))
+
+
+def _settings(section: type[BaseModel], path: str) -> Iterator[tuple[str, str, str]]:
+    for name, field in section.model_fields.items():
+        inner = _section(field.annotation)
+        if inner is not None:
+            mark = "[]" if "list" in str(field.annotation) else ".NAME" if "dict" in str(field.annotation) else ""
+            yield from _settings(inner, f"{path}{name}{mark}.")
+        else:
+            yield f"{path}{name}", _default(field), (field.description or "").replace("\n", " ").replace("|", "\\|")
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds, alone, in a list or by name."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    inner = (_section(part) for part in get_args(annotation))
+    return next((section for section in inner if section is not None), None)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "needed"
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, list | dict):
+        return "empty"
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def metrics() -> str:
+    """A row for each metric: those that a request moves, then the gauges of the engines."""
+    moved = [metric for metric in vars(Telemetry()).values() if isinstance(metric, MetricWrapperBase)]
+    rows = [
+        f"| {m._name}{'_total' if m._type == 'counter' else ''} | {', '.join(m._labelnames)} | {m._documentation} |"
+        for m in moved
+    ]
+    fleet = Fleet([], timeouts=Timeouts(), poll=1, clock=lambda: 0.0)
+    rows += [f"| moongate_{name} | engine | {text} |" for name, (text, _) in _engine_gauges(fleet).items()]
+    return "\n".join(rows) + "\n"
+
+
+def with_tables(text: str) -> str:
+    """The README's text with its tables as the code has them."""
+    for mark, rows in (("settings", settings()), ("metrics", metrics())):
+        begin, head, line, *_ = re.split(rf"(?<=<!-- {mark} -->\n)(.*\n)(.*\n)", text, maxsplit=1)
+        _, end = text.split(f"<!-- /{mark} -->")
+        text = f"{begin}{head}{line}{rows}<!-- /{mark} -->{end}"
+    return text
+
+
+if __name__ == "__main__":
+    README.write_text(with_tables(README.read_text()))

@@ -1,0 +1,105 @@
+"""The README's code blocks run, one after the other, as a reader would run them.
+
+Doubles stand for the engines and the master; ports and folders that the README makes up are replaced
+by those of the test.
+"""
+
+import asyncio
+import hashlib
+import os
+import re
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import yaml
+
+from tests.double import Engine, Master
+from tests.real.stack import free_port
+from tests.readme import README
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+
+
+async def shell(script: str) -> str:
+    """What a script prints. It must succeed."""
+    process = await asyncio.create_subprocess_exec(
+        "bash", "-euo", "pipefail", "-c", script, cwd=README.parent, stdout=-1, stderr=-2
+    )
+    async with asyncio.timeout(300):
+        output, _ = await process.communicate()
+    assert process.returncode == 0, output.decode()
+    return output.decode()
+
+
+@asynccontextmanager
+async def background(command: str, log: Path) -> AsyncIterator[None]:
+    """A command that runs until the block ends; it must then end by itself on SIGTERM."""
+    environment = {**os.environ, "MOONGATE_SECRET": "a secret"}
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            "bash", "-c", f"exec {command}", cwd=README.parent, env=environment, stdout=output, stderr=output
+        )
+        try:
+            yield
+        finally:
+            process.terminate()
+            async with asyncio.timeout(20):
+                assert await process.wait() == 0, log.read_text()
+
+
+async def ready(url: str) -> None:
+    async with asyncio.timeout(60), httpx.AsyncClient(trust_env=False) as client:
+        while True:
+            try:
+                if (await client.get(f"{url}/ready")).status_code == httpx.codes.OK:
+                    return
+            except httpx.TransportError:
+                pass
+            await asyncio.sleep(0.1)
+
+
+async def test_the_first_steps(tmp_path: Path, tokenizer_folder: Path) -> None:
+    port = free_port()
+    async with Engine("qwen3") as first, Engine("qwen3") as second, Master() as master:
+        replaced = {
+            "http://127.0.0.1:8101": first.url,
+            "http://127.0.0.1:8102": second.url,
+            "http://127.0.0.1:9003": master.url,
+            "http://127.0.0.1:8000": f"http://127.0.0.1:{port}",
+            "/models/Qwen3-8B": str(tokenizer_folder),
+            "moongate.yaml": str(tmp_path / "moongate.yaml"),
+            ".venv/bin/": f"{Path(sys.executable).parent}/",
+        }
+
+        def here(text: str) -> str:
+            for old, new in replaced.items():
+                text = text.replace(old, new)
+            return text
+
+        [config] = blocks("yaml")
+        (tmp_path / "moongate.yaml").write_text(here(config) + f"listen: {{port: {port}}}\n")
+        hashing, starting, asking, checking, testing = (here(block) for block in blocks("sh"))
+
+        digest = (await shell(hashing)).split()[0]
+        assert digest == hashlib.sha256(b"moongate-example").hexdigest()
+        assert f"sha256: {digest}" in config
+
+        prepare, serve = starting.splitlines()
+        await shell(prepare)
+        async with background(serve, tmp_path / "gateway.log"):
+            await ready(f"http://127.0.0.1:{port}")
+            assert '"finish_reason":"stop"' in await shell(asking)
+
+        shown = yaml.safe_load(await shell(f"export MOONGATE_SECRET=x\n{checking}"))
+        assert shown["secret"] == "**********"
+        assert "deploy/test --long" in await shell(testing)
+
+
+def test_the_python_blocks_run() -> None:
+    for block in blocks("python"):
+        exec(compile(block, "README.md", "exec"), {})
