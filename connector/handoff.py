@@ -49,12 +49,11 @@ def engine_body(raw: bytes, body: Mapping[str, Any], salt: str | None) -> bytes:
     end with its usage, for the gateway's own account; `wants_usage` says whether the client did.
     """
     ask_usage = body.get("stream") is True and not wants_usage(body)
-    options = body.get("stream_options")
     owned = _hidden(body) or any(field in body for field in OWNED)
     if owned or (ask_usage and "stream_options" in body) or not body:
         changed = _without_owned(body)
         if ask_usage:
-            changed["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
+            changed["stream_options"] = {**_options(body), "include_usage": True}
         if salt is not None:
             changed["cache_salt"] = salt
         return orjson.dumps(changed)
@@ -85,6 +84,13 @@ def wants_usage(body: Mapping[str, Any]) -> bool:
     """Whether the client asked for the usage of its stream."""
     options = body.get("stream_options")
     return isinstance(options, dict) and options.get("include_usage") is True
+
+
+def _options(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The stream's options without those that say nothing unless usage is included."""
+    options = body.get("stream_options")
+    given = options if isinstance(options, dict) else {}
+    return {name: value for name, value in given.items() if name != "continuous_usage_stats"}
 
 
 def _hidden(body: Mapping[str, Any]) -> bool:

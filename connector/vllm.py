@@ -70,6 +70,7 @@ class EngineControl:
             base_url=url,
             timeout=timeout,
             trust_env=False,
+            verify=url.startswith("https:"),  # a TLS context costs 14 ms, for http as well
             follow_redirects=False,
             headers={"authorization": f"Bearer {api_key}"} if api_key else None,
         )

@@ -191,6 +191,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is one in all but its class
+        self._wire.opened(self)
 
     def data_received(self, data: bytes) -> None:
         self.heard = True
@@ -339,6 +340,9 @@ class Wire:
     def give_back(self, connection: Connection) -> None:
         self._idle.append(connection)
 
+    def opened(self, connection: Connection) -> None:
+        self._open.add(connection)
+
     def forget(self, connection: Connection) -> None:
         self._open.discard(connection)
         if connection in self._idle:
@@ -386,6 +390,4 @@ class Wire:
             raise TimedOut(self.origin, "connect", limit) from None
         except (OSError, UnicodeError) as error:  # a name that cannot be one is no OSError
             raise Unreachable(self.origin, getattr(error, "strerror", None) or str(error)) from error
-        if not connection.closed:
-            self._open.add(connection)
         return connection

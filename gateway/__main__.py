@@ -2,6 +2,7 @@
 
 import json
 import logging
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from gateway import config
 from gateway.app import build
 from gateway.commands import NotInstalled
 from gateway.demo import DemoFailed, play
-from gateway.processes import NotReady
+from gateway.processes import NotReady, is_free
 from gateway.up import CannotStart, Stopped, Wanted, running, wait, welcome
 from policies.load import BadPolicy
 
@@ -37,6 +38,8 @@ def serve(path: Path) -> None:
         app = build(settings)
     except (NoTokenizer, BadPolicy) as error:
         raise click.ClickException(str(error)) from error
+    if settings.listen.port and not is_free(settings.listen.host, settings.listen.port):
+        raise click.ClickException(f"{settings.listen.host}:{settings.listen.port} is taken or cannot be listened on")
     server = uvicorn.Server(
         uvicorn.Config(
             app,
@@ -52,9 +55,9 @@ def serve(path: Path) -> None:
             timeout_graceful_shutdown=30,
         )
     )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)  # uvicorn handles them, then raises them once more
     server.run()
-    if not server.started:
-        raise click.ClickException(f"could not listen on {settings.listen.host}:{settings.listen.port}")
 
 
 @main.command(epilog="Example: moongate check moongate.yaml")

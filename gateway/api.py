@@ -61,9 +61,9 @@ def surface(
     @app.get("/ready")
     async def ready() -> Response:
         """Every model has an engine that can answer."""
-        missing = {model: _troubles(fleet, model) for model in models if not _served(fleet, model)}
-        status = 503 if missing else 200
-        return _json({"ready": not missing, "without_engines": missing}, status)
+        alive = {model: _alive(fleet, model) for model in models}
+        ready = all(alive.values())
+        return _json({"ready": ready, "engines": alive}, 200 if ready else 503)
 
     @app.get("/v1/models")
     async def list_models(request: Request) -> Response:
@@ -108,14 +108,9 @@ def _errors(app: FastAPI) -> None:
         return Response(error_body(message, "invalid_request_error"), error.status_code, headers, "application/json")
 
 
-def _served(fleet: Fleet, model: str) -> bool:
-    return any(e.alive and e.spec.model == model and e.spec.role != "prefill" for e in fleet.engines)
-
-
-def _troubles(fleet: Fleet, model: str) -> list[str]:
-    """Why no engine of a model can answer."""
-    engines = [engine for engine in fleet.engines if engine.spec.model == model]
-    return [f"{e.id}: {e.trouble or 'role prefill cannot answer'}" for e in engines] or ["no engine is configured"]
+def _alive(fleet: Fleet, model: str) -> int:
+    """How many engines can answer for a model now. Which, and why not the others, is the log's to tell."""
+    return sum(e.alive and e.spec.model == model and e.spec.role != "prefill" for e in fleet.engines)
 
 
 def _engine_gauges(fleet: Fleet) -> Mapping[str, tuple[str, list[tuple[str, float]]]]:

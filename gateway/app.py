@@ -13,7 +13,7 @@ from connector.tokens import Tokenizer
 from connector.wire import Timeouts
 from gateway import config
 from gateway.api import Surface, surface
-from gateway.fleet import EngineSpec, Fleet
+from gateway.fleet import EngineSpec, EventSource, Fleet
 from gateway.limits import Limits
 from gateway.models import Model, Pool
 from gateway.relay import Relay
@@ -102,6 +102,7 @@ def _fleet(settings: config.Config) -> Fleet:
             model=engine.model,
             role=engine.role,
             api_key=engine.api_key.get_secret_value() if engine.api_key is not None else None,
+            events=_events(engine.kv_events),
         )
         for engine in settings.engines.static
     ]
@@ -112,6 +113,12 @@ def _fleet(settings: config.Config) -> Fleet:
         poll=settings.engines.poll_seconds,
         clock=time.monotonic,
     )
+
+
+def _events(settings: config.KvEvents | None) -> EventSource | None:
+    if settings is None:
+        return None
+    return EventSource(settings.connect or settings.bind or "", bind=settings.bind is not None)
 
 
 def _model(model: config.Model, pools: dict[str, Pool]) -> Model:

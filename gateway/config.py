@@ -130,6 +130,19 @@ class Model(Section):
     keys: Keys = Keys()
 
 
+class KvEvents(Section):
+    connect: str | None = Field(None, pattern=r"^tcp://.+:\d+$")
+    """Where the engine publishes, such as tcp://10.0.0.7:5557; its own setting then has a `*` for the host."""
+    bind: str | None = Field(None, pattern=r"^tcp://.+:\d+$")
+    """Where this gateway listens, for an engine whose setting names a concrete address: vLLM connects then."""
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.connect is None) == (self.bind is None):
+            raise ValueError("give connect or bind, one of them")
+        return self
+
+
 class Engine(Section):
     url: Origin
     """Where the engine listens."""
@@ -139,6 +152,8 @@ class Engine(Section):
     """What it may be used for."""
     api_key: Secret | None = None
     """Sent to the engine as its bearer key."""
+    kv_events: KvEvents | None = None
+    """Its KV events. Without them, what it holds is estimated from what was sent there."""
 
 
 class Engines(Section):

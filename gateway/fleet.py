@@ -1,14 +1,12 @@
 """Which engines are alive, how busy each is, and what each is thought to hold.
 
 Our own requests are counted exactly, by leases. An engine's own word (health, queue, cache) is read
-every `poll` seconds and carries its age. What an engine holds of a prompt is estimated from what
-was sent there: an LRU of as many block hashes as the engine says it has blocks, forgotten when the
-engine was away.
+every `poll` seconds and carries its age. What an engine holds of a prompt is told by its KV events,
+or estimated from what was sent there; it is forgotten when the engine was away.
 """
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,18 +14,25 @@ from urllib.parse import urlsplit
 
 from connector.blocks import Adapter, Prefix
 from connector.errors import WireError
+from connector.events import DEFAULT_BLOCKS, Estimated, Held, Reported, Subscription
 from connector.vllm import CacheFacts, Card, EngineControl, Load
 from connector.wire import Timeouts, Wire
 from policies.interface import Candidate, Role
 
 log = logging.getLogger("moongate")
 
-DEFAULT_BLOCKS = 65_536
-"""Blocks remembered for an engine that does not say how many it has: some 10 MB."""
 CARDS_EVERY = 10
 """Polls between two readings of /v1/models (adapters come and go)."""
 STALE_AFTER = 5
 """Polls after which an engine's word on its load counts as missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventSource:
+    """Where an engine's KV events come from."""
+
+    address: str
+    bind: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,37 +43,7 @@ class EngineSpec:
     model: str
     role: Role = "both"
     api_key: str | None = None
-
-
-class Held:
-    """The blocks that an engine is thought to hold. Bounded by the engine's own number of blocks."""
-
-    def __init__(self) -> None:
-        self._blocks: OrderedDict[bytes, None] = OrderedDict()
-        self.capacity = DEFAULT_BLOCKS
-
-    def run(self, prefix: Prefix) -> int:
-        """How many leading blocks of a prompt are held."""
-        count = 0
-        for block in prefix.hashes[: prefix.reusable]:
-            if block not in self._blocks:
-                break
-            count += 1
-        return count
-
-    def add(self, prefix: Prefix) -> None:
-        """The engine has computed or loaded this prompt. Its tail is forgotten first, as vLLM does."""
-        for block in reversed(prefix.hashes):
-            self._blocks[block] = None
-            self._blocks.move_to_end(block)
-        while len(self._blocks) > self.capacity:
-            self._blocks.popitem(last=False)
-
-    def clear(self) -> None:
-        self._blocks.clear()
-
-    def __len__(self) -> int:
-        return len(self._blocks)
+    events: EventSource | None = None
 
 
 class Engine:
@@ -82,7 +57,7 @@ class Engine:
         self.headers: tuple[tuple[bytes, bytes], ...] = (
             ((b"authorization", b"Bearer " + spec.api_key.encode()),) if spec.api_key else ()
         )
-        self.held = Held()
+        self.held: Held = Estimated() if spec.events is None else Reported()
         self.cards: tuple[Card, ...] = ()
         self.facts = CacheFacts(block_size=None, algorithm=None, blocks=None)
         self.trouble: str | None = "not asked yet"
@@ -131,7 +106,7 @@ class Lease:
         """The first byte is there. If the prompt was computed, the engine holds it."""
         self.release()
         if computed and self._prefix is not None and self.engine.alive:
-            self.engine.held.add(self._prefix)
+            self.engine.held.computed(self._prefix)
 
     def release(self) -> None:
         """The prompt is no longer before the engine."""
@@ -164,6 +139,7 @@ class Fleet:
         """Ask every engine once, then keep watching. Engines that are down do not hold this up for long."""
         await asyncio.gather(*(self._ask(engine, cards=True) for engine in self.engines))
         self._watchers = [asyncio.create_task(self._watch(engine)) for engine in self.engines]
+        self._watchers += [asyncio.create_task(self._follow(engine)) for engine in self.engines if engine.spec.events]
 
     async def close(self) -> None:
         for watcher in self._watchers:
@@ -239,6 +215,17 @@ class Fleet:
             await asyncio.sleep(self._poll)
             polls += 1
             await self._ask(engine, cards=not engine.alive or polls % CARDS_EVERY == 0)
+
+    @staticmethod
+    async def _follow(engine: Engine) -> None:
+        """Take in an engine's KV events."""
+        assert engine.spec.events is not None
+        assert isinstance(engine.held, Reported)
+        subscription = Subscription(engine.spec.events.address, bind=engine.spec.events.bind)
+        try:
+            await subscription.follow(engine.held)
+        finally:
+            subscription.close()
 
     async def _ask(self, engine: Engine, *, cards: bool) -> None:
         try:

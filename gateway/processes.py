@@ -141,7 +141,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 def is_free(host: str, port: int) -> bool:
     """Whether one could listen there."""
     try:
-        with socket.create_server((host, port)):
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
             return True
     except OSError:
         return False

@@ -21,7 +21,7 @@ from connector.wire import Answer
 from gateway.errors import EngineFailed, EngineTimedOut, GatewayError
 from gateway.exchange import Exchange
 from gateway.fleet import Fleet, Lease
-from gateway.sse import EventStream, parsed, written
+from gateway.sse import PRIVATE, EventStream, parsed, written
 from gateway.trace import Telemetry, Trace
 
 MAX_WHOLE = 64 * 1024 * 1024
@@ -122,18 +122,23 @@ class Relay:
     """Sends legs to engines and answers to clients."""
 
     def __init__(self, fleet: Fleet, telemetry: Telemetry, *, attempts: int, total: float) -> None:
-        """`attempts` engines are tried for an answer; `total` seconds bound all of it."""
+        """`attempts` engines are tried for an answer; `total` seconds bound a request, its legs together."""
         self._fleet = fleet
         self._telemetry = telemetry
         self._attempts = attempts
         self._total = total
 
-    async def answer(self, exchange: Exchange, trace: Trace, leg: Leg, targets: Sequence[Target]) -> Result:
+    def deadline(self) -> float:
+        """When a request that is relayed from now on must be over, on the loop's clock."""
+        return asyncio.get_running_loop().time() + self._total
+
+    async def answer(
+        self, exchange: Exchange, trace: Trace, leg: Leg, targets: Sequence[Target], deadline: float
+    ) -> Result:
         """Run a leg on the first target that can, and give its answer to the client.
 
         Raises the `GatewayError` of the last attempt where none could.
         """
-        deadline = asyncio.get_running_loop().time() + self._total
         tried = targets[: self._attempts]
         for number, target in enumerate(tried, 1):
             with self._fleet.lease(target.engine, target.backlog, leg.prefix) as lease:
@@ -151,12 +156,11 @@ class Relay:
                 return await self._give(exchange, target, reply, deadline)
         raise EngineFailed("No engine was tried; this is a defect of the gateway.")
 
-    async def prefill(self, exchange: Exchange, trace: Trace, leg: Leg, target: Target) -> Result:
+    async def prefill(self, exchange: Exchange, trace: Trace, leg: Leg, target: Target, deadline: float) -> Result:
         """Run a prefill leg. Only finish_reason `length` is success; a refusal is given to the client.
 
         Raises `LegFailed` where another prefill engine may do better.
         """
-        deadline = asyncio.get_running_loop().time() + self._total
         with self._fleet.lease(target.engine, target.backlog, leg.prefix) as lease:
             try:
                 reply = _prefilled(await self._open(trace, leg, lease, deadline))
@@ -287,9 +291,8 @@ def _whole(status: int, headers: list[tuple[bytes, bytes]], body: bytes, ttft: f
     data = parsed(body)
     if not isinstance(data, dict):
         return _Reply(status, headers, body, ttft)
-    if data.get("kv_transfer_params") is not None:
-        del data["kv_transfer_params"]
-        body = written(data)
+    if any(data.get(field) is not None for field in PRIVATE):
+        body = written({name: value for name, value in data.items() if name not in PRIVATE})
     usage = data.get("usage")
     choices = data.get("choices")
     return _Reply(

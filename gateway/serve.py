@@ -172,14 +172,16 @@ class Serve:
         trace.step("look up")
         job = self._job(call, prompt, residency)
         placement = self._place(job, candidates)
+        self._telemetry.placements.labels(job.model, placement.prefill or placement.engine, placement.reason).inc()
         trace.step("place")
         self._note(trace, call, prompt, residency, placement)
         plan = Plan(call, prompt, job, tuple(candidates), placement)
+        deadline = self._relay.deadline()
         try:
             if placement.prefill is None:
-                result = await self._one_leg(exchange, trace, plan)
+                result = await self._one_leg(exchange, trace, plan, deadline)
             else:
-                result = await self._two_legs(exchange, trace, plan)
+                result = await self._two_legs(exchange, trace, plan, deadline)
         except GatewayError:
             self._observe(placement, Outcome(ok=False, engine=placement.engine, ttft=None, cached_tokens=None))
             raise
@@ -280,23 +282,22 @@ class Serve:
                 placement = self._fallback.place(job, candidates)
             except NoCapacity as error:
                 raise Unavailable(f"{job.model}: {error}; try again shortly.") from None
-        self._telemetry.placements.labels(job.model, placement.prefill or placement.engine, placement.reason).inc()
         return placement
 
-    async def _one_leg(self, exchange: Exchange, trace: Trace, plan: Plan) -> Result:
+    async def _one_leg(self, exchange: Exchange, trace: Trace, plan: Plan, deadline: float) -> Result:
         """The whole request on one engine."""
-        result = await self._relay.answer(exchange, trace, self._answer_leg(plan), self._targets(plan))
+        result = await self._relay.answer(exchange, trace, self._answer_leg(plan), self._targets(plan), deadline)
         self._settle(trace, plan, result.engine, result, result)
         return result
 
-    async def _two_legs(self, exchange: Exchange, trace: Trace, plan: Plan) -> Result:
+    async def _two_legs(self, exchange: Exchange, trace: Trace, plan: Plan, deadline: float) -> Result:
         """Prefill on one engine, the last block seen in the pool, then decode on the engine that suits best now."""
-        first = await self._prefill(exchange, trace, plan)
+        first = await self._prefill(exchange, trace, plan, deadline)
         trace.step("prefill")
         if first is not None and not first.ok:
             self._settle(trace, plan, first.engine, first, first)
             return first
-        job = plan.job
+        job = replace(plan.job, prefilled=True)
         if first is not None and await self._handed_over(plan):
             job = replace(job, pool_tokens=plan.prompt.reusable_tokens)
         trace.step("hand over")
@@ -310,6 +311,7 @@ class Serve:
                 trace,
                 self._answer_leg(decode),
                 self._targets(decode, first.engine if first is not None else None),
+                deadline,
             )
         except GatewayError:
             lost.inc()
@@ -323,7 +325,7 @@ class Serve:
             self._settle(trace, plan, first.engine, first, result)
         return result
 
-    async def _prefill(self, exchange: Exchange, trace: Trace, plan: Plan) -> Result | None:
+    async def _prefill(self, exchange: Exchange, trace: Trace, plan: Plan, deadline: float) -> Result | None:
         """Run the prefill leg, on another engine where one fails. None: let the decode engine compute the prompt."""
         call, placement, candidates = plan.call, plan.placement, list(plan.candidates)
         with _writing():
@@ -334,7 +336,8 @@ class Serve:
             if chosen is None:
                 break
             try:
-                result = await self._relay.prefill(exchange, trace, leg, Target(chosen.id, uncached(plan.job, chosen)))
+                target = Target(chosen.id, uncached(plan.job, chosen))
+                result = await self._relay.prefill(exchange, trace, leg, target, deadline)
             except LegFailed as failure:
                 failed = failure.error
                 self._telemetry.handoffs.labels(call.model.name, "prefill_failed").inc()

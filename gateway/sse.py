@@ -15,8 +15,13 @@ import orjson
 MAX_EVENT = 1024 * 1024
 """Bytes of an unfinished event that are held; a longer one goes through in pieces, unread."""
 
+PRIVATE = ("kv_transfer_params", "ec_transfer_params")
+"""Fields of an engine's answer that are between engines: a client never gets them."""
+
 _END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
-_NOTEWORTHY = re.compile(rb'\[DONE\]|"usage":\s*\{|"error":|"finish_reason":\s*"abort"|"kv_transfer_params":\s*[^\sn]')
+_NOTEWORTHY = re.compile(
+    rb'\[DONE\]|"usage":\s*\{|"error":|"finish_reason":\s*"abort"|"(?:kv|ec)_transfer_params":\s*[^\sn]'
+)
 
 
 class EventStream:
@@ -98,8 +103,8 @@ class EventStream:
             self.usage = usage
         if self.aborted or (self._hide_usage and isinstance(usage, dict) and choices == []):
             return b""
-        if data.pop("kv_transfer_params", None) is not None:
-            return b"data: " + written(data) + b"\n\n"
+        if any(data.get(field) is not None for field in PRIVATE):
+            return b"data: " + written({name: value for name, value in data.items() if name not in PRIVATE}) + b"\n\n"
         return event
 
 

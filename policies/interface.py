@@ -26,6 +26,8 @@ class Job:
     """Tokens of the prompt; None where they could not be counted exactly."""
     pool_tokens: int | None
     """Leading tokens that the pool holds, in whole blocks; None where the pool could not be asked."""
+    prefilled: bool = False
+    """Another engine has computed the prompt: only who decodes is to be chosen."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ import httpx
 import yaml
 
 from tests.double import Engine, Master
-from tests.real.stack import free_port
 from tests.readme import README
+from tests.real.stack import free_port
 
 
 def blocks(language: str) -> list[str]:
@@ -40,16 +40,14 @@ async def shell(script: str) -> str:
 async def background(command: str, log: Path) -> AsyncIterator[None]:
     """A command that runs until the block ends; it must then end by itself on SIGTERM."""
     environment = {**os.environ, "MOONGATE_SECRET": "a secret"}
-    with log.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
-            "bash", "-c", f"exec {command}", cwd=README.parent, env=environment, stdout=output, stderr=output
-        )
-        try:
-            yield
-        finally:
-            process.terminate()
-            async with asyncio.timeout(20):
-                assert await process.wait() == 0, log.read_text()
+    script = f"exec {command} >{log} 2>&1"
+    process = await asyncio.create_subprocess_exec("bash", "-c", script, cwd=README.parent, env=environment)
+    try:
+        yield
+    finally:
+        process.terminate()
+        async with asyncio.timeout(20):
+            assert await process.wait() == 0
 
 
 async def ready(url: str) -> None:

@@ -20,6 +20,7 @@ from connector.errors import ConnectorError
 from connector.mooncake import KeyScheme
 from connector.simulated.app import Api, Model
 from connector.simulated.engine import Engine, Role, Settings
+from connector.simulated.events import Numbers
 from connector.simulated.metrics import Metrics
 from connector.simulated.model import NAME, make
 from connector.simulated.timing import Speed
@@ -121,7 +122,7 @@ async def _serve(model: Model, settings: Settings, listen: Listen, master: str |
     async with AsyncExitStack() as stack:
         pool = events = None
         if listen.events_port is not None:
-            from connector.simulated.events import Numbers, Publisher  # noqa: PLC0415 -- pyzmq is not always there
+            from connector.simulated.publisher import Publisher  # noqa: PLC0415 -- pyzmq is not always there
 
             replay = f"tcp://{listen.host}:{listen.replay_port}" if listen.replay_port else None
             publisher = Publisher(f"tcp://*:{listen.events_port}", replay, time.time, Numbers(listen.whole_hashes))

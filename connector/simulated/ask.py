@@ -3,7 +3,8 @@
 The fields' types are checked by pydantic, as in vLLM, so that the messages about them agree; rules
 that go beyond a type stand below in vLLM's order. Sources: vllm/entrypoints/openai/*/protocol.py,
 vllm/sampling_params.py and vllm/entrypoints/serve/exception_handling of 0.32.0. Fields that shape
-the distribution of tokens are checked and then have no effect: the words come from the prompt.
+the distribution of tokens are checked and then have no effect: the words come from the prompt, and
+where logprobs are asked for they are null.
 """
 
 import math

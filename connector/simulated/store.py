@@ -26,6 +26,7 @@ VALUE = b"a block of a simulated engine"
 DEADLINE = 0.5
 """Seconds for one call; what comes later is a miss."""
 CLOSING = 1.2
+KNOCK = 0.3
 THREADS = 4
 
 Answer = TypeVar("Answer")
@@ -56,9 +57,10 @@ class Store:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Unmount the segment; give up after a while where there is no master to tell."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._run(self._client.close), CLOSING)
+        """Unmount the segment, unless there is no master to tell: `close` would hang, and the process with it."""
+        if await self._listening():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._run(self._client.close), CLOSING)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, hashes: Sequence[bytes]) -> int:
@@ -98,13 +100,22 @@ class Store:
         return await self._call(lambda: self._client.get_batch(keys), nothing)
 
     async def _knock(self) -> None:
-        host, _, port = self._master.rpartition(":")
         try:
             async with asyncio.timeout(self._patience):
-                while not await _listens(host, int(port)):  # noqa: ASYNC110 -- nobody tells when it comes up
+                while not await self._listening():  # noqa: ASYNC110 -- nobody tells when it comes up
                     await asyncio.sleep(0.1)
         except TimeoutError as error:
             raise NoPool(f"no Mooncake master listens at {self._master}") from error
+
+    async def _listening(self) -> bool:
+        host, _, port = self._master.rpartition(":")
+        try:
+            async with asyncio.timeout(KNOCK):
+                _, writer = await asyncio.open_connection(host, int(port))
+        except (OSError, TimeoutError):
+            return False
+        writer.close()
+        return True
 
     def _open(self) -> Any:
         os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "1")
@@ -138,12 +149,3 @@ class Store:
 def _leading(good: Sequence[bool]) -> int:
     """How many are true before the first that is not."""
     return good.index(False) if False in good else len(good)
-
-
-async def _listens(host: str, port: int) -> bool:
-    try:
-        _, writer = await asyncio.open_connection(host, port)
-    except OSError:
-        return False
-    writer.close()
-    return True

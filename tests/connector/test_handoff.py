@@ -202,7 +202,7 @@ ABSENT = object()
         ({"include_usage": None}, {"include_usage": True}, False),
         ({"include_usage": 1}, {"include_usage": True}, False),
         ({"include_usage": True}, {"include_usage": True}, True),
-        ({"continuous_usage_stats": True}, {"continuous_usage_stats": True, "include_usage": True}, False),
+        ({"continuous_usage_stats": True}, {"include_usage": True}, False),
         (
             {"include_usage": True, "continuous_usage_stats": True},
             {"include_usage": True, "continuous_usage_stats": True},

@@ -1,15 +1,18 @@
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
+import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import zmq
 
 from connector.blocks import Adapter, Prefix
+from connector.events import DEFAULT_BLOCKS
 from connector.vllm import CacheFacts
 from connector.wire import Timeouts
-from gateway.fleet import DEFAULT_BLOCKS, STALE_AFTER, EngineSpec, Fleet, Held
+from gateway.fleet import STALE_AFTER, EngineSpec, EventSource, Fleet
+from gateway.processes import free_port
 from tests.double import Engine
 from tests.gateway.house import eventually
 
@@ -50,50 +53,27 @@ async def engine() -> AsyncIterator[Engine]:
         yield engine
 
 
-# Held
+async def test_events_say_what_an_engine_holds(engine: Engine) -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
+        publisher.setsockopt(zmq.LINGER, 0)
+        publisher.connect(address)
+        async with fleet_of(EngineSpec(engine.url, "tiny", events=EventSource(address, bind=True))) as fleet:
+            (one,) = fleet.engines
+            with fleet.lease(one.id, 0, prefix(1, 2)) as lease:
+                lease.prefilled(computed=True)
+            assert len(one.held) == 0, "what is told by events is not guessed as well"
+            stored = {"type": "BlockStored", "block_hashes": list(prefix(1, 2).hashes), "medium": "GPU"}
+            sequence = itertools.count()
 
+            def told() -> bool:
+                """A subscriber hears nothing from before it was there, so say it until it is heard."""
+                batch = msgspec.msgpack.encode([0.0, [stored], None])
+                publisher.send_multipart([b"", next(sequence).to_bytes(8, "big"), batch])
+                return len(one.held) == 2
 
-def test_the_run_ends_at_the_first_block_that_is_not_held() -> None:
-    held = Held()
-    held.add(prefix(1, 2, 3))
-    assert held.run(prefix(1, 2, 3, 4)) == 3
-    assert held.run(prefix(1, 9, 3)) == 1
-    assert held.run(prefix(9, 2, 3)) == 0
-
-
-def test_one_token_is_always_computed() -> None:
-    held = Held()
-    held.add(prefix(1, 2))
-    assert held.run(prefix(1, 2, tokens=8)) == 1
-
-
-def test_the_tail_is_forgotten_first() -> None:
-    held = Held()
-    held.capacity = 3
-    held.add(prefix(1, 2, 3, 4, 5))
-    assert len(held) == 3
-    assert held.run(prefix(1, 2, 3, 4, 5)) == 3
-
-
-def test_the_least_recently_used_prompt_goes() -> None:
-    held = Held()
-    held.capacity = 4
-    held.add(prefix(1, 2))
-    held.add(prefix(3, 4))
-    held.add(prefix(1, 2))
-    held.add(prefix(5, 6))
-    assert [held.run(prefix(*p)) for p in ((1, 2), (3, 4), (5, 6))] == [2, 0, 2]
-
-
-@given(st.lists(st.lists(st.integers(0, 30), max_size=12), max_size=20), st.integers(1, 10))
-def test_held_is_bounded_and_what_came_last_is_there(prompts: list[list[int]], capacity: int) -> None:
-    held = Held()
-    held.capacity = capacity
-    for blocks in prompts:
-        unique = list(dict.fromkeys(blocks))
-        held.add(prefix(*unique))
-        assert len(held) <= capacity
-        assert held.run(prefix(*unique)) == min(len(unique), capacity)
+            await eventually(told)
+            assert fleet.candidates("tiny", None, prefix(1, 2))[0].own_tokens == 8
 
 
 # Leases
@@ -236,7 +216,7 @@ async def becomes(fleet: Fleet, *, alive: bool, trouble: str | None) -> None:
 async def test_an_engine_goes_and_comes_back_empty(engine: Engine) -> None:
     async with fleet_of(spec(engine), poll=0.01) as fleet:
         (one,) = fleet.engines
-        one.held.add(prefix(1, 2))
+        one.held.computed(prefix(1, 2))
         await engine.stop()
         await becomes(fleet, alive=False, trouble="no connection")
         assert len(one.held) == 0
@@ -257,7 +237,7 @@ async def test_an_engine_that_begins_as_another_model_is_seen_when_it_changes(en
 async def test_a_suspect_gets_no_work_until_it_is_found_well(engine: Engine) -> None:
     async with fleet_of(spec(engine), poll=0.02) as fleet:
         (one,) = fleet.engines
-        one.held.add(prefix(1))
+        one.held.computed(prefix(1))
         fleet.suspect(one.id, "refused")
         assert fleet.candidates("tiny", None, None) == []
         assert fleet.facts("tiny") == frozenset()

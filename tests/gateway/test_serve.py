@@ -698,7 +698,6 @@ async def test_a_spare_decodes(street: Street, tokenizer_folder: Path) -> None:
     await p.house.idle()
 
 
-@pytest.mark.xfail(reason="decode is placed twice for each request, so the tie's turn moves by two", strict=True)
 async def test_idle_decodes_take_turns(street: Street, tokenizer_folder: Path) -> None:
     p = await pair(street, tokenizer_folder, decodes=2)
     for number in range(4):

@@ -1,10 +1,12 @@
 """disaggregated: decode first, prefill elsewhere where that is worth a second engine."""
 
+from dataclasses import replace
+
 import pytest
 
 from policies.disaggregated import Disaggregated
-from policies.interface import Candidate, Job, NoCapacity, Outcome
-from tests.policies.scenes import Scripted, engine, job, placement
+from policies.interface import Candidate, Job, NoCapacity
+from tests.policies.scenes import engine, job
 
 FLEET = [engine("p", role="prefill"), engine("q", role="prefill", own=1024), engine("d", role="decode")]
 
@@ -89,23 +91,8 @@ def test_without_a_decode_engine_there_is_no_capacity() -> None:
         Disaggregated().place(job(), FLEET[:2])
 
 
-def test_the_two_policies_within_can_be_others() -> None:
-    prefill, decode = Scripted(placement("p", own=64, pool=32)), Scripted(placement("d", spares=("e",)))
-    policy = Disaggregated(prefill=prefill, decode=decode)
-    fleet = [*FLEET, engine("e", role="decode")]
-
-    found = policy.place(job(), fleet)
-
-    assert (found.engine, found.prefill, found.spares) == ("d", "p", ("e",))
-    assert (found.own_tokens, found.pool_tokens) == (64, 32)
-    [(_, asked)] = prefill.asked
-    assert [(candidate.id, candidate.role) for candidate in asked] == [("p", "both"), ("q", "both")]
-    assert decode.asked == [(job(), fleet)]
-
-
-def test_outcomes_go_to_the_one_that_decodes() -> None:
-    prefill, decode = Scripted(placement("p")), Scripted(placement("d"))
-    outcome = Outcome(ok=True, engine="d", ttft=0.1, cached_tokens=0)
-    Disaggregated(prefill=prefill, decode=decode).observe(placement("d"), outcome)
-
-    assert decode.observed == [(placement("d"), outcome)]
+def test_a_prefilled_job_goes_where_the_least_is_under_way() -> None:
+    policy = Disaggregated()
+    busy = [engine("d", role="decode", tokens=900), engine("e", role="decode")]
+    found = policy.place(replace(job(), prefilled=True), busy)
+    assert (found.engine, found.prefill, found.spares) == ("e", None, ("d",))

@@ -180,7 +180,6 @@ def test_an_installed_policy_that_is_broken(install: Callable[..., None], value:
         ("least_loaded", {"request_tokens": None}, "request_tokens: Input should be a valid integer, not None"),
         ("cache_aware", {"queue_share": "0.5"}, "queue_share: Input should be a valid number, not '0.5'"),
         ("cache_aware", {"load_share": [1]}, "load_share: Input should be a valid number, not [1]"),
-        ("disaggregated", {"prefill": "cache_aware"}, "prefill: Input should be an instance of Policy"),
     ],
 )
 def test_settings_that_do_not_fit(use: str, settings: dict[str, object], says: str) -> None:
@@ -195,8 +194,7 @@ def test_settings_that_do_not_fit(use: str, settings: dict[str, object], says: s
     [
         ("least_loaded", {"request_tokens": 1}),
         ("cache_aware", {"load_share": 1, "queue_share": 0.25, "request_tokens": 2}),
-        ("disaggregated", {"min_prefill_tokens": 0, "prefill": None}),
-        ("disaggregated", {"decode": RoundRobin()}),
+        ("disaggregated", {"min_prefill_tokens": 0}),
     ],
 )
 def test_settings_that_fit(use: str, settings: dict[str, object]) -> None:

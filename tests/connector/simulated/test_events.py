@@ -10,8 +10,8 @@ import msgpack
 import zmq
 import zmq.asyncio
 
-from connector.blocks import Adapter
-from connector.simulated.events import END, Chain, Numbers, Publisher, cleared, put, removed, stored
+from connector.simulated.events import Chain, Numbers, cleared, put, removed, stored
+from connector.simulated.publisher import END, Publisher
 from tests.connector.peer import free_port
 
 from .conftest import BLOCK, OnePool, Run
@@ -89,7 +89,6 @@ async def test_a_batch_is_an_array_and_each_event_a_map() -> None:
 
 async def test_what_is_buffered_can_be_had_again() -> None:
     async with subscribed() as (publisher, _):
-        publisher.buffered = 10_000
         for _ in range(5):
             publisher.publish([cleared()])
         assert [number for _, number in await replayed(publisher, 2)] == [2, 3, 4]
@@ -148,4 +147,3 @@ async def test_an_adapter_is_named(run: Run) -> None:
         (event,) = (await heard(socket))[1][1]
         assert (event["lora_id"], event["lora_name"]) == (1, "legal")
         assert event["extra_keys"] == [["legal", "s"], ["legal"]]
-        assert Adapter("legal", "/adapters/legal").name == event["lora_name"]

@@ -36,7 +36,8 @@ def asked(compute: int, output: int = 1, load: int = 0) -> Asked:
 
 def run(scheduler: Scheduler[Asked], limit: int = 100) -> list[tuple[float, list[Asked]]]:
     """The ends of all steps until nothing is left, and who got a token then."""
-    now, steps = 0.0, []
+    now = 0.0
+    steps: list[tuple[float, list[Asked]]] = []
     for _ in range(limit):
         step = scheduler.step(now)
         if step is None:
