@@ -31,7 +31,7 @@ WORK = (
 Say = Callable[[str], None]
 
 _SOURCES = ("local_cache_hit", "external_kv_transfer", "local_compute")
-_ROW = "{:<7} {:>4}  {:<21} {:>7} {:>15} {:>15} {:>9} {:>9}"
+_ROW = "{:<7} {:>4}  {:<19} {:>7} {:>15} {:>15} {:>9} {:>9}"
 
 
 class DemoFailed(Exception):
@@ -137,7 +137,9 @@ def _turn(fleet: Running, client: httpx.Client, conversation: Conversation, numb
     return Turn(
         tenant=conversation.tenant,
         number=number,
-        engine=f"{route['prefill']} > {engine}" if "prefill" in route else engine,
+        engine=" > ".join(
+            fleet.names[engine_id] for engine_id in (route.get("prefill"), engine) if engine_id is not None
+        ),
         prompt=usage["prompt_tokens"],
         predicted_own=int(route["own"]),
         predicted_pool=int(route["pool"]),
@@ -156,10 +158,9 @@ def _summary(turns: Sequence[Turn]) -> Iterator[str]:
     yield ""
     yield f"{prompt} prompt tokens: {computed} computed, {own} from engines' own caches, {pool} from the pool"
     yield f"saved {1 - computed / prompt:.0%} of the prefill; {right} of {len(turns)} turns exactly as predicted"
-    for turn in turns:
-        if turn.number == 1:
-            shared = turn.own + turn.pool
-            yield f"{turn.tenant}'s first turn found {shared} tokens of anybody else's, with the same system prompt"
+    first, second = (turn for turn in turns if turn.number == 1)
+    found = max(0, second.prompt - second.computed)
+    yield f"{second.tenant}'s first turn, with the same system prompt, found {found} tokens of {first.tenant}'s"
 
 
 def _route(header: str) -> dict[str, str]:

@@ -83,6 +83,8 @@ class Running:
     """API keys by tenant."""
     engines: Mapping[str, str]
     """URLs by engine id."""
+    names: Mapping[str, str]
+    """The processes' names by engine id."""
     children: tuple[Child, ...]
     folder: Path
     """Logs and configuration."""
@@ -162,16 +164,17 @@ def wait(fleet: Running, say: Say) -> None:
 
 def _start(wanted: Wanted, folder: Path, children: list[Child], say: Say) -> Running:
     """Start everything, each child on `children` from its first moment."""
+    began: dict[str, float] = {}
 
     def child(name: str, command: commands.Command, extra: Mapping[str, str] | None = None) -> Child:
+        began[name] = time.monotonic()
         started = Child(name, command, folder, {**environ, **(extra or {})})
         children.append(started)
         return started
 
     def ready(started: Child, url: str, seconds: float) -> None:
-        before = time.monotonic()
         started.wait_for(url, seconds)
-        say(f"{started.name:<10} ready after {time.monotonic() - before:.1f} s")
+        say(f"{started.name:<10} ready after {time.monotonic() - began[started.name]:.1f} s")
 
     rpc, admin = free_port(), free_port()
     master = child("master", commands.master(rpc, admin))
@@ -216,6 +219,7 @@ def _start(wanted: Wanted, folder: Path, children: list[Child], say: Say) -> Run
         model=model.name,
         keys=keys,
         engines={f"127.0.0.1:{flag.port}": f"http://127.0.0.1:{flag.port}" for flag in flags},
+        names={f"127.0.0.1:{flag.port}": engine.name for flag, engine in zip(flags, engines, strict=True)},
         children=tuple(children),
         folder=folder,
     )

@@ -17,6 +17,7 @@ import httpx
 import yaml
 
 from tests.double import Engine, Master
+from tests.gateway.test_up import needs_a_master
 from tests.readme import README
 from tests.real.stack import free_port
 
@@ -61,6 +62,7 @@ async def ready(url: str) -> None:
             await asyncio.sleep(0.1)
 
 
+@needs_a_master
 async def test_the_first_steps(tmp_path: Path, tokenizer_folder: Path) -> None:
     port = free_port()
     async with Engine("qwen3") as first, Engine("qwen3") as second, Master() as master:
@@ -69,6 +71,7 @@ async def test_the_first_steps(tmp_path: Path, tokenizer_folder: Path) -> None:
             "http://127.0.0.1:8102": second.url,
             "http://127.0.0.1:9003": master.url,
             "http://127.0.0.1:8000": f"http://127.0.0.1:{port}",
+            "deploy/up --demo": f"deploy/up --demo --port {free_port()}",
             "/models/Qwen3-8B": str(tokenizer_folder),
             "moongate.yaml": str(tmp_path / "moongate.yaml"),
             ".venv/bin/": f"{Path(sys.executable).parent}/",
@@ -81,19 +84,20 @@ async def test_the_first_steps(tmp_path: Path, tokenizer_folder: Path) -> None:
 
         [config] = blocks("yaml")
         (tmp_path / "moongate.yaml").write_text(here(config) + f"listen: {{port: {port}}}\n")
-        hashing, starting, asking, checking, testing = (here(block) for block in blocks("sh"))
+        demo, up, hashing, serving, asking, testing = (here(block) for block in blocks("sh"))
+        assert "exactly as predicted" in await shell(demo)
+        assert up == "deploy/up\n"  # tests/gateway/test_up.py runs it
 
         digest = (await shell(hashing)).split()[0]
         assert digest == hashlib.sha256(b"moongate-example").hexdigest()
         assert f"sha256: {digest}" in config
 
-        prepare, serve = starting.splitlines()
-        await shell(prepare)
+        secret, check, serve = serving.splitlines()
         async with background(serve, tmp_path / "gateway.log"):
             await ready(f"http://127.0.0.1:{port}")
             assert '"finish_reason":"stop"' in await shell(asking)
 
-        shown = yaml.safe_load(await shell(f"export MOONGATE_SECRET=x\n{checking}"))
+        shown = yaml.safe_load(await shell(f"{secret}\n{check}"))
         assert shown["secret"] == "**********"
         assert "deploy/test --long" in await shell(testing)
 

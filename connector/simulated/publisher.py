@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-import msgpack
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -68,7 +68,7 @@ class Publisher:
         """Send one batch. Never waits: a subscriber that does not read loses messages."""
         if not events:
             return
-        payload: bytes = msgpack.packb([self.clock(), list(events), 0])
+        payload = msgspec.msgpack.encode([self.clock(), list(events), 0])
         self._socket.send_multipart((b"", self._next.to_bytes(8, "big"), payload))
         self._sent.append((self._next, payload))
         self._next += 1

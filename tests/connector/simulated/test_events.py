@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import msgpack
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -43,7 +43,7 @@ async def heard(socket: zmq.asyncio.Socket) -> tuple[int, list[Any]]:
     async with asyncio.timeout(5):
         topic, number, payload = await socket.recv_multipart()
     assert topic == b""
-    return int.from_bytes(number, "big"), msgpack.unpackb(payload)
+    return int.from_bytes(number, "big"), msgspec.msgpack.decode(payload)
 
 
 async def replayed(publisher: Publisher, first: int) -> list[tuple[bytes, int]]:

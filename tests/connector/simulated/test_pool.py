@@ -22,6 +22,8 @@ from tests.real.ask import COMPLETIONS, completion, eventually, post
 from tests.real.stack import LIBRARIES, MASTER, Master, free_port, inherited, start_master
 
 BLOCK = 16
+SOON = 3
+"""Seconds: the client's own way out takes 0.7 to 1.8."""
 SCHEME = HashScheme(Algorithm.SHA256_CBOR, BLOCK)
 
 
@@ -138,7 +140,7 @@ def test_a_dead_master_is_a_miss_and_a_signal_ends_the_engine(sim_folder: Path, 
         for first in (5, 6, 7):
             assert cached(engine, prompt(first, 4)) == 0
         assert time.monotonic() - started < 5
-        assert ended(engine) < 2
+        assert ended(engine) < SOON
 
 
 def test_a_signal_unmounts_the_segment(master: Master, sim_folder: Path, tmp_path: Path) -> None:
@@ -149,7 +151,7 @@ def test_a_signal_unmounts_the_segment(master: Master, sim_folder: Path, tmp_pat
         with httpx.stream("POST", engine.url + COMPLETIONS, json=endless(), trust_env=False) as answer:
             lines = answer.iter_lines()
             next(lines)
-            assert ended(engine) < 2
+            assert ended(engine) < SOON
             events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         assert events[-1]["choices"][0]["finish_reason"] == "abort"
         eventually(
