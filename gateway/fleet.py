@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from connector.blocks import Adapter, Prefix
-from connector.errors import WireError
+from connector.errors import Unreachable, WireError
 from connector.events import DEFAULT_BLOCKS, Estimated, Held, Reported, Subscription
 from connector.vllm import CacheFacts, Card, EngineControl, Load
 from connector.wire import Timeouts, Wire
@@ -23,6 +23,8 @@ log = logging.getLogger("moongate")
 
 CARDS_EVERY = 10
 """Polls between two readings of /v1/models (adapters come and go)."""
+MISSES = 2
+"""Polls in a row that must fail before an engine that can be connected to gets no more work."""
 STALE_AFTER = 5
 """Polls after which an engine's word on its load counts as missing."""
 
@@ -64,6 +66,7 @@ class Engine:
         """Why it gets no work; None when it does."""
         self.requests = 0
         self.backlog = 0
+        self._misses = 0
         self._load: Load | None = None
         self._load_at = 0.0
 
@@ -86,7 +89,14 @@ class Engine:
         self.trouble = trouble
         self.held.clear()
 
+    def missed(self, trouble: str) -> None:
+        """A poll failed. One alone may be the machine's or the network's pause, and takes nobody out."""
+        self._misses += 1
+        if not self.alive or self._misses >= MISSES:
+            self.lost(trouble)
+
     def back(self) -> None:
+        self._misses = 0
         if self.trouble is not None:
             log.info("engine %s is in", self.id)
         self.trouble = None
@@ -229,24 +239,24 @@ class Fleet:
 
     async def _ask(self, engine: Engine, *, cards: bool) -> None:
         try:
-            if not await engine.control.healthy():
-                engine.lost("its /health is not 200")
-                return
-            if cards:
+            healthy = await engine.control.healthy()
+            if healthy and cards:
                 engine.cards = await engine.control.models()
-            facts, load = await engine.control.metrics()
-        except WireError as error:
+            facts, load = await engine.control.metrics() if healthy else (engine.facts, None)
+        except Unreachable as error:
             engine.lost(error.detail)
-            return
-        finally:
-            self._agree(engine.spec.model)
-        if not any(card.id == engine.spec.model for card in engine.cards):
-            engine.lost(f"it does not serve {engine.spec.model}; set its --served-model-name, or the model's name")
-            return
-        engine.facts = facts
-        engine.held.capacity = facts.blocks or DEFAULT_BLOCKS
-        engine.heard(load, self._clock())
-        engine.back()
+        except WireError as error:
+            engine.missed(error.detail)
+        else:
+            if not healthy:
+                engine.lost("its /health is not 200")
+            elif not any(card.id == engine.spec.model for card in engine.cards):
+                engine.lost(f"it does not serve {engine.spec.model}; set its --served-model-name, or the model's name")
+            else:
+                engine.facts = facts
+                engine.held.capacity = facts.blocks or DEFAULT_BLOCKS
+                engine.heard(load, self._clock())
+                engine.back()
         self._agree(engine.spec.model)
 
     def _agree(self, model: str) -> None:

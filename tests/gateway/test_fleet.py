@@ -234,6 +234,20 @@ async def test_an_engine_that_begins_as_another_model_is_seen_when_it_changes(en
         await becomes(fleet, alive=True, trouble=None)
 
 
+async def test_one_poll_that_fails_takes_nobody_out_and_two_do(engine: Engine) -> None:
+    async with fleet_of(spec(engine), poll=0.01) as fleet:
+        (one,) = fleet.engines
+        one.held.computed(prefix(1))
+        one.missed("idle timeout")
+        assert one.alive
+        assert len(one.held) == 1
+        one.missed("idle timeout")
+        assert (one.alive, one.trouble, len(one.held)) == (False, "idle timeout", 0)
+        await becomes(fleet, alive=True, trouble=None)
+        one.missed("idle timeout")
+        assert one.alive, "it counts anew once the engine was well"
+
+
 async def test_a_suspect_gets_no_work_until_it_is_found_well(engine: Engine) -> None:
     async with fleet_of(spec(engine), poll=0.02) as fleet:
         (one,) = fleet.engines
