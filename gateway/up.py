@@ -112,23 +112,17 @@ def running(wanted: Wanted, say: Say) -> Iterator[Running]:
     logs are kept only where something went wrong.
     """
     check(wanted)
-    children: list[Child] = []
+    folder = Path(tempfile.mkdtemp(prefix="moongate-"))
+    start = _Start(wanted, folder, say)
     with _signals():
-        folder = Path(tempfile.mkdtemp(prefix="moongate-"))
         try:
-            yield _start(wanted, folder, children, say)
+            yield start.everything()
         except (CannotStart, NotReady):
             say(f"the logs are in {folder}")
+            start.keep_logs = True
             raise
-        except BaseException:
-            _stop(children)
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        else:
-            _stop(children)
-            shutil.rmtree(folder, ignore_errors=True)
         finally:
-            _stop(children)
+            start.undo()
 
 
 def welcome(fleet: Running) -> str:
@@ -162,67 +156,104 @@ def wait(fleet: Running, say: Say) -> None:
         time.sleep(0.2)
 
 
-def _start(wanted: Wanted, folder: Path, children: list[Child], say: Say) -> Running:
-    """Start everything, each child on `children` from its first moment."""
-    began: dict[str, float] = {}
+class _Start:
+    """Starts the processes of a fleet, and ends them."""
 
-    def child(name: str, command: commands.Command, extra: Mapping[str, str] | None = None) -> Child:
-        began[name] = time.monotonic()
-        started = Child(name, command, folder, {**environ, **(extra or {})})
-        children.append(started)
-        return started
+    def __init__(self, wanted: Wanted, folder: Path, say: Say) -> None:
+        self._wanted = wanted
+        self._folder = folder
+        self._say = say
+        self._children: list[Child] = []
+        self._began: dict[str, float] = {}
+        self.keep_logs = False
 
-    def ready(started: Child, url: str, seconds: float) -> None:
-        started.wait_for(url, seconds)
-        say(f"{started.name:<10} ready after {time.monotonic() - began[started.name]:.1f} s")
-
-    rpc, admin = free_port(), free_port()
-    master = child("master", commands.master(rpc, admin))
-    ready(master, f"http://127.0.0.1:{admin}/health", MASTER_SECONDS)
-
-    model = wanted.model or make_model(folder / "moongate-sim")
-    flags = [
-        commands.EngineFlags(
-            model=model,
-            name=model.name,
-            port=free_port(),
-            master=f"127.0.0.1:{rpc}",
-            role=role,
-            block_size=wanted.block_size,
-            events_port=free_port(),
-            replay_port=free_port(),
-            more=wanted.engine_arguments,
+    def everything(self) -> Running:
+        """Start all of it, each when what it needs is there."""
+        wanted = self._wanted
+        master, admin = self._master()
+        model = wanted.model or make_model(self._folder / "moongate-sim")
+        engines = self._engines(model, master)
+        keys = {tenant: f"sk-{secrets.token_hex(16)}" for tenant in TENANTS}
+        url = self._gateway(_config(wanted, model, list(engines.values()), admin, keys))
+        addresses = {name: f"127.0.0.1:{flags.port}" for name, flags in engines.items()}
+        return Running(
+            url=url,
+            model=model.name,
+            keys=keys,
+            engines={address: f"http://{address}" for address in addresses.values()},
+            names={address: name for name, address in addresses.items()},
+            children=tuple(self._children),
+            folder=self._folder,
         )
-        for role in wanted.roles
-    ]
-    engines = []
-    for number, flag in enumerate(flags, 1):
-        name = f"engine-{number}"
-        if wanted.kind == "simulated":
-            engines.append(child(name, commands.simulated(flag)))
-        else:
-            store = commands.write_mooncake(folder / f"{name}.mooncake.json", flag.master)
-            variables = commands.VLLM_ENVIRONMENT | {"MOONCAKE_CONFIG_PATH": str(store)}
-            command = commands.vllm(flag, wanted.python, lookup_port=free_port())
-            engines.append(child(name, command, variables))
-    for engine, flag in zip(engines, flags, strict=True):
-        ready(engine, f"http://127.0.0.1:{flag.port}/health", ENGINE_SECONDS[wanted.kind])
 
-    keys = {tenant: f"sk-{secrets.token_hex(16)}" for tenant in TENANTS}
-    config = folder / "moongate.yaml"
-    config.write_text(yaml.safe_dump(_config(wanted, model, flags, f"http://127.0.0.1:{admin}", keys)))
-    config.chmod(0o600)
-    url = f"http://{wanted.host}:{wanted.port}"
-    ready(child("gateway", commands.gateway(config)), f"{url}/ready", GATEWAY_SECONDS)
-    return Running(
-        url=url,
-        model=model.name,
-        keys=keys,
-        engines={f"127.0.0.1:{flag.port}": f"http://127.0.0.1:{flag.port}" for flag in flags},
-        names={f"127.0.0.1:{flag.port}": engine.name for flag, engine in zip(flags, engines, strict=True)},
-        children=tuple(children),
-        folder=folder,
-    )
+    def undo(self) -> None:
+        """End all children, the gateway first and the master last, however many signals come meanwhile."""
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        last_first = self._children[::-1]
+        for child in last_first:
+            child.terminate()
+        end = time.monotonic() + GRACE
+        for child in last_first:
+            child.stop(max(0.0, end - time.monotonic()))
+        if not self.keep_logs:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _master(self) -> tuple[str, str]:
+        """The address of its RPC and the URL of its HTTP side."""
+        rpc, admin = free_port(), free_port()
+        url = f"http://127.0.0.1:{admin}"
+        self._ready(self._child("master", commands.master(rpc, admin)), f"{url}/health", MASTER_SECONDS)
+        return f"127.0.0.1:{rpc}", url
+
+    def _engines(self, model: Path, master: str) -> dict[str, commands.EngineFlags]:
+        """What each engine was started with, by name. They warm up side by side."""
+        started: dict[str, tuple[commands.EngineFlags, Child]] = {}
+        for number, role in enumerate(self._wanted.roles, 1):
+            flags = commands.EngineFlags(
+                model=model,
+                name=model.name,
+                port=free_port(),
+                master=master,
+                role=role,
+                block_size=self._wanted.block_size,
+                events_port=free_port(),
+                replay_port=free_port(),
+                more=self._wanted.engine_arguments,
+            )
+            started[f"engine-{number}"] = flags, self._engine(f"engine-{number}", flags)
+        for flags, child in started.values():
+            self._ready(child, f"http://127.0.0.1:{flags.port}/health", ENGINE_SECONDS[self._wanted.kind])
+        return {name: flags for name, (flags, _) in started.items()}
+
+    def _engine(self, name: str, flags: commands.EngineFlags) -> Child:
+        if self._wanted.kind == "simulated":
+            return self._child(name, commands.simulated(flags))
+        store = commands.write_mooncake(self._folder / f"{name}.mooncake.json", flags.master)
+        command = commands.vllm(flags, self._wanted.python, lookup_port=free_port())
+        return self._child(name, command, commands.VLLM_ENVIRONMENT | {"MOONCAKE_CONFIG_PATH": str(store)})
+
+    def _gateway(self, config: Mapping[str, Any]) -> str:
+        """The URL that it listens on."""
+        path = self._folder / "moongate.yaml"
+        path.touch(mode=0o600)
+        path.write_text(yaml.safe_dump(config))
+        host = f"[{self._wanted.host}]" if ":" in self._wanted.host else self._wanted.host
+        url = f"http://{host}:{self._wanted.port}"
+        self._ready(self._child("gateway", commands.gateway(path)), f"{url}/ready", GATEWAY_SECONDS)
+        return url
+
+    def _child(self, name: str, command: commands.Command, extra: Mapping[str, str] | None = None) -> Child:
+        """Start a child, without this shell's MOONGATE_ variables: its configuration is all in the file."""
+        self._began[name] = time.monotonic()
+        ours = {key: value for key, value in environ.items() if not key.startswith("MOONGATE_")}
+        child = Child(name, command, self._folder, {**ours, **(extra or {})})
+        self._children.append(child)
+        return child
+
+    def _ready(self, child: Child, url: str, seconds: float) -> None:
+        child.wait_for(url, seconds)
+        self._say(f"{child.name:<10} ready after {time.monotonic() - self._began[child.name]:.1f} s")
 
 
 def _config(
@@ -252,19 +283,6 @@ def _config(
         ],
         "telemetry": {"expose_routing": wanted.expose_routing},
     }
-
-
-def _stop(children: list[Child]) -> None:
-    """End all children, the gateway first and the master last, however many signals come meanwhile."""
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    last_first = children[::-1]
-    for child in last_first:
-        child.terminate()
-    end = time.monotonic() + GRACE
-    for child in last_first:
-        child.stop(max(0.0, end - time.monotonic()))
-    children.clear()
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
