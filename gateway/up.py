@@ -263,7 +263,7 @@ def _config(
     return {
         "listen": {"host": wanted.host, "port": wanted.port},
         "secret": secrets.token_hex(32),
-        "pools": {"main": {"admin": [admin], "deadline_ms": 50}},
+        "pools": {"main": {"admin": [admin], "deadline_ms": 250}},
         "models": [{"name": model.name, "tokenizer": str(model), "pool": "main"}],
         "engines": {
             "static": [
