@@ -13,10 +13,11 @@ import yaml
 
 from connector.tokens import NoTokenizer
 from gateway import config
+from gateway.api import Surface
 from gateway.app import build
 from gateway.commands import NotInstalled
 from gateway.demo import DemoFailed, play
-from gateway.processes import NotReady, is_free
+from gateway.processes import NotReady, cannot_listen
 from gateway.up import CannotStart, Stopped, Wanted, running, wait, welcome
 from policies.load import BadPolicy
 
@@ -34,12 +35,10 @@ def serve(path: Path) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     settings = _load(path)
-    try:
-        app = build(settings)
-    except (NoTokenizer, BadPolicy) as error:
-        raise click.ClickException(str(error)) from error
-    if settings.listen.port and not is_free(settings.listen.host, settings.listen.port):
-        raise click.ClickException(f"{settings.listen.host}:{settings.listen.port} is taken or cannot be listened on")
+    app = _build(settings, path)
+    host, port = settings.listen.host, settings.listen.port
+    if port and (trouble := cannot_listen(host, port)):
+        raise click.ClickException(f"cannot listen on port {port} of {host}: {trouble}; listen.port names another")
     server = uvicorn.Server(
         uvicorn.Config(
             app,
@@ -64,8 +63,10 @@ def serve(path: Path) -> None:
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the tree as JSON.")
 def check(path: Path, as_json: bool) -> None:
-    """Validate a configuration and print what it amounts to, secrets masked."""
-    tree = config.masked(_load(path))
+    """Validate a configuration, its tokenizers and its policy too, and print what it amounts to, secrets masked."""
+    settings = _load(path)
+    _build(settings, path)
+    tree = config.masked(settings)
     click.echo(json.dumps(tree, indent=2) if as_json else yaml.safe_dump(tree, sort_keys=False), nl=as_json)
 
 
@@ -100,7 +101,6 @@ def up(*, kind: str, demo: bool, policy: str | None, vllm_python: Path, more: tu
         policy=policy,
         python=vllm_python,
         engine_arguments=more,
-        expose_routing=demo,
         **given,
     )
     try:
@@ -112,7 +112,7 @@ def up(*, kind: str, demo: bool, policy: str | None, vllm_python: Path, more: tu
                 wait(fleet, click.echo)
     except Stopped:
         click.echo("ended")
-    except (CannotStart, NotInstalled, NotReady, DemoFailed) as error:
+    except (BadPolicy, CannotStart, NotInstalled, NotReady, DemoFailed) as error:
         raise click.ClickException(str(error)) from error
 
 
@@ -120,6 +120,15 @@ def _load(path: Path) -> config.Config:
     try:
         return config.load(path)
     except config.ConfigError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _build(settings: config.Config, path: Path) -> Surface:
+    """The application. A policy named module:Class may lie beside the configuration."""
+    sys.path.append(str(path.resolve().parent))
+    try:
+        return build(settings)
+    except (NoTokenizer, BadPolicy) as error:
         raise click.ClickException(str(error)) from error
 
 

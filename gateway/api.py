@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from connector.vllm import Card
-from gateway.errors import Forbidden, GatewayError, error_body
+from gateway.errors import Forbidden, GatewayError, UnknownModel, error_body
 from gateway.exchange import Exchange, request_id
 from gateway.fleet import Fleet
 from gateway.serve import CHAT, COMPLETIONS, Serve
@@ -69,13 +69,16 @@ def surface(
     async def list_models(request: Request) -> Response:
         """What the living engines serve, each model once, with every field that vLLM gives."""
         tenants.identify(request.scope["headers"])
-        cards: dict[str, Card] = {}
-        for engine in fleet.engines:
-            if engine.alive:
-                for card in engine.cards:
-                    if card.id == engine.spec.model or card.parent is not None:
-                        cards.setdefault(card.id, card)
-        return _json({"object": "list", "data": [card.raw for card in cards.values()]})
+        return _json({"object": "list", "data": [card.raw for card in _cards(fleet).values()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(request: Request, name: str) -> Response:
+        """One of them."""
+        tenants.identify(request.scope["headers"])
+        card = _cards(fleet).get(name)
+        if card is None:
+            raise UnknownModel
+        return _json(card.raw)
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
@@ -106,6 +109,17 @@ def _errors(app: FastAPI) -> None:
             405: f"This endpoint does not take {request.method}.",
         }.get(error.status_code, error.detail)
         return Response(error_body(message, "invalid_request_error"), error.status_code, headers, "application/json")
+
+
+def _cards(fleet: Fleet) -> dict[str, Card]:
+    """The models and adapters that living engines serve, each once."""
+    cards: dict[str, Card] = {}
+    for engine in fleet.engines:
+        if engine.alive:
+            for card in engine.cards:
+                if card.id == engine.spec.model or card.parent is not None:
+                    cards.setdefault(card.id, card)
+    return cards
 
 
 def _alive(fleet: Fleet, model: str) -> int:

@@ -64,8 +64,11 @@ class Section(BaseModel):
 
 
 def _refuse_unknown(section: type[BaseModel], data: object) -> None:
-    if not isinstance(data, dict):
+    if isinstance(data, section):
         return
+    if not isinstance(data, dict):
+        first = next(iter(section.model_fields))
+        raise ValueError(f"must be a mapping, such as {{{first}: ...}}")  # noqa: TRY004 - pydantic's own language
     for key in data:
         if key not in section.model_fields:
             near = get_close_matches(str(key), section.model_fields, 1)
@@ -220,7 +223,7 @@ class Telemetry(Section):
     sample: float = Field(1.0, ge=0, le=1)
     """Share of requests traced, where the client's traceparent does not say."""
     expose_routing: bool = False
-    """Add x-moongate-route to answers: engines, policy, reason, predicted tokens."""
+    """Add x-moongate-route to answers: engine (and prefill engine), reason, predicted own and pool tokens."""
 
 
 class Config(BaseSettings):
@@ -295,11 +298,12 @@ def _distinct(where: str, names: list[str]) -> None:
 def load(path: Path) -> Config:
     """Read and check a configuration. Raises `ConfigError`."""
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 - a SafeLoader
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not YAML: {_place(error)}") from None
+    _check_environment()
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must hold a mapping of sections, such as 'models:' and 'engines:'")
     try:
@@ -308,6 +312,31 @@ def load(path: Path) -> Config:
         raise ConfigError(f"environment: {error}; a section or list in a variable must be JSON") from None
     except ValidationError as error:
         raise ConfigError("\n".join(f"{path}: {_line(dict(fault))}" for fault in error.errors())) from error
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key stands once: the second of two would win without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
+            if key in seen and key != "<<":
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _check_environment() -> None:
+    """Refuse a variable that looks like a setting of a section that there is not."""
+    for name in os.environ:
+        section, mark, _ = name.removeprefix("MOONGATE_").partition("__")
+        if name.startswith("MOONGATE_") and mark and section.lower() not in Config.model_fields:
+            near = get_close_matches(section.lower(), Config.model_fields, 1)
+            hint = f"did you mean MOONGATE_{near[0].upper()}__?" if near else "there is no such section"
+            raise ConfigError(f"environment: {name} sets nothing; {hint}")
 
 
 def _place(error: yaml.YAMLError) -> str:

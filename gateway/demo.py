@@ -28,6 +28,12 @@ WORK = (
     "that were computed for it can be used again. Go on with the next step of the plan. "
 ) * 6
 
+NOTES = {
+    "round_robin": "conversations change engines, so that the pool's part shows; try --policy cache_aware",
+    "cache_aware": "conversations stay where most of them is held",
+    "disaggregated": "prompts are computed on one engine and answered on another; own and pool are the latter's",
+}
+
 Say = Callable[[str], None]
 
 _SOURCES = ("local_cache_hit", "external_kv_transfer", "local_compute")
@@ -72,6 +78,8 @@ class Conversation:
 
 def play(fleet: Running, say: Say) -> list[Turn]:
     """Play the conversations, print a row for each turn, and then what was saved."""
+    say("")
+    say(f"policy {fleet.policy}: {NOTES.get(fleet.policy, 'as it places them')}")
     say("")
     say(_ROW.format("tenant", "turn", "engine", "prompt", "predicted", "actual", "computed", "first"))
     say(_ROW.format("", "", "", "tokens", "own + pool", "own + pool", "tokens", "byte"))

@@ -138,10 +138,10 @@ def free_port(host: str = "127.0.0.1") -> int:
     return port
 
 
-def is_free(host: str, port: int) -> bool:
-    """Whether one could listen there."""
+def cannot_listen(host: str, port: int) -> str | None:
+    """Why one cannot listen there; None if one can."""
     try:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
-            return True
-    except OSError:
-        return False
+            return None
+    except OSError as error:
+        return error.strerror or str(error)

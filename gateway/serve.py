@@ -128,6 +128,7 @@ class Serve:
         self._telemetry = telemetry
         self._bounds = bounds
         self._expose_routing = expose_routing
+        self._sick_pools: set[str] = set()
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer one request, whatever happens to it."""
@@ -258,7 +259,18 @@ class Serve:
         self._telemetry.lookup_seconds.labels(pool.name).observe(time.perf_counter() - started)
         self._telemetry.lookups.labels(pool.name, residency.trouble or "known").inc()
         self._telemetry.lookup_keys.labels(pool.name).inc(residency.asked)
+        if (residency.trouble is None) is (pool.name in self._sick_pools):
+            self._tell_of_pool(pool.name, residency.trouble)
         return residency
+
+    def _tell_of_pool(self, pool: str, trouble: str | None) -> None:
+        """Log once when a pool stops to answer, and once when it answers again."""
+        if trouble is None:
+            self._sick_pools.discard(pool)
+            log.info("pool %s answers again", pool)
+        else:
+            self._sick_pools.add(pool)
+            log.warning("pool %s does not answer look-ups: %s; requests go on without", pool, trouble)
 
     @staticmethod
     def _job(call: Call, prompt: Prompt, residency: Residency | None) -> Job:
@@ -301,7 +313,9 @@ class Serve:
         if first is not None and await self._handed_over(plan):
             job = replace(job, pool_tokens=plan.prompt.reusable_tokens)
         trace.step("hand over")
-        candidates = tuple(c for c in self._survey(plan.call, plan.prompt) if c.role != "prefill")
+        able = [c for c in self._survey(plan.call, plan.prompt) if c.role != "prefill"]
+        others = [c for c in able if first is None or c.id != first.engine]
+        candidates = tuple(others or able)
         placement = replace(self._place(job, candidates), prefill=None, reason=plan.placement.reason)
         decode = replace(plan, job=job, candidates=candidates, placement=placement)
         lost = self._telemetry.handoffs.labels(plan.call.model.name, "decode_failed")

@@ -10,6 +10,7 @@ import json
 import secrets
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -23,11 +24,17 @@ import yaml
 
 from connector.simulated.model import make as make_model
 from gateway import commands
-from gateway.processes import Child, NotReady, free_port, is_free
+from gateway.processes import Child, NotReady, cannot_listen, free_port
 from policies.interface import Role
+from policies.load import load as load_policy
 
 Say = Callable[[str], None]
 
+QUESTION = (
+    "Here is a paragraph that is long enough for a few blocks of the cache. A block is what an engine keeps "
+    "of a prompt, so many tokens at a time, and what it can take up again when the same words come back. "
+    "Which of these blocks does the engine have to compute when I ask you the very same thing once more?"
+)
 TENANTS = ("team-a", "team-b")
 MASTER_SECONDS = 20.0
 ENGINE_SECONDS = {"simulated": 60.0, "vllm": 900.0}
@@ -62,7 +69,10 @@ class Wanted:
     python: Path = Path(sys.executable)
     """The interpreter that has vLLM."""
     engine_arguments: Sequence[str] = ()
-    expose_routing: bool = False
+
+    @property
+    def chosen_policy(self) -> str:
+        return self.policy or ("disaggregated" if self.prefill else "cache_aware")
 
     @property
     def roles(self) -> list[Role]:
@@ -79,6 +89,7 @@ class Running:
 
     url: str
     model: str
+    policy: str
     keys: Mapping[str, str]
     """API keys by tenant."""
     engines: Mapping[str, str]
@@ -91,24 +102,32 @@ class Running:
 
 
 def check(wanted: Wanted) -> None:
-    """Refuse what cannot work, before anything is started. Raises `CannotStart`."""
+    """Refuse what cannot work, before anything is started. Raises `CannotStart` or `BadPolicy`."""
     if (wanted.prefill == 0) != (wanted.decode == 0):
         raise CannotStart("--prefill and --decode go together: at least one engine of each is needed")
     if not wanted.roles:
         raise CannotStart("at least one engine is needed")
-    if not is_free(wanted.host, wanted.port):
-        raise CannotStart(f"port {wanted.port} of {wanted.host} is taken; choose another with --port")
+    if trouble := cannot_listen(wanted.host, wanted.port):
+        raise CannotStart(f"cannot listen on port {wanted.port} of {wanted.host}: {trouble}; try another --port")
+    load_policy(wanted.chosen_policy, {})
     if wanted.kind == "vllm" and wanted.model is None:
         raise CannotStart("real vLLM engines need a model: --model FOLDER")
+    if wanted.kind == "vllm" and not _has_vllm(wanted.python):
+        raise CannotStart(f"{wanted.python} has no vllm; name an interpreter that has, with --vllm-python")
     if wanted.model is not None and not (wanted.model / "tokenizer.json").is_file():
         raise CannotStart(f"{wanted.model} is no model folder: it has no tokenizer.json")
+
+
+def _has_vllm(python: Path) -> bool:
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    return subprocess.run([python, "-c", code], check=False, stdin=subprocess.DEVNULL).returncode == 0  # noqa: S603
 
 
 @contextlib.contextmanager
 def running(wanted: Wanted, say: Say) -> Iterator[Running]:
     """Start a fleet, and end it with the block. `say` is told of the progress.
 
-    Raises `CannotStart`, `NotInstalled` or `NotReady`; a signal raises `Stopped`, at any moment. The
+    Raises `CannotStart`, `BadPolicy`, `NotInstalled` or `NotReady`; a signal raises `Stopped`, at any moment. The
     logs are kept only where something went wrong.
     """
     check(wanted)
@@ -127,18 +146,23 @@ def running(wanted: Wanted, say: Say) -> Iterator[Running]:
 
 def welcome(fleet: Running) -> str:
     """What to do with a fleet that is up."""
-    tenant, key = next(iter(fleet.keys.items()))
-    body = {"model": fleet.model, "messages": [{"role": "user", "content": "Hello"}]}
+    keys = "\n".join(f"  {tenant}: {key}" for tenant, key in fleet.keys.items())
+    engines = "\n".join(f"  {fleet.names[engine]}: {url}" for engine, url in fleet.engines.items())
+    body = {"model": fleet.model, "messages": [{"role": "user", "content": QUESTION}]}
     return f"""
-Moongate is up at {fleet.url}, with {len(fleet.engines)} engines; its logs are in {fleet.folder}
+Moongate is up at {fleet.url}, with the policy {fleet.policy}, over these engines:
+{engines}
 
-API key of {tenant}: {key}
+API keys of two tenants:
+{keys}
 
-  curl -s {fleet.url}/v1/chat/completions \\
-    -H 'Authorization: Bearer {key}' \\
+Ask twice, and see x-moongate-route (what was predicted) and cached_tokens (what was found):
+
+  curl -si {fleet.url}/v1/chat/completions \\
+    -H 'Authorization: Bearer {next(iter(fleet.keys.values()))}' \\
     -d '{json.dumps(body)}'
 
-Ctrl-C ends everything."""
+The configuration and the logs are in {fleet.folder} until it ends. Ctrl-C ends everything."""
 
 
 def wait(fleet: Running, say: Say) -> None:
@@ -179,6 +203,7 @@ class _Start:
         return Running(
             url=url,
             model=model.name,
+            policy=wanted.chosen_policy,
             keys=keys,
             engines={address: f"http://{address}" for address in addresses.values()},
             names={address: name for name, address in addresses.items()},
@@ -276,12 +301,12 @@ def _config(
                 for flag in flags
             ]
         },
-        "policy": {"use": wanted.policy or ("disaggregated" if wanted.prefill else "cache_aware")},
+        "policy": {"use": wanted.chosen_policy},
         "tenants": [
             {"name": tenant, "keys": [{"sha256": hashlib.sha256(key.encode()).hexdigest()}]}
             for tenant, key in keys.items()
         ],
-        "telemetry": {"expose_routing": wanted.expose_routing},
+        "telemetry": {"expose_routing": True},
     }
 
 

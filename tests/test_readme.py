@@ -40,7 +40,7 @@ async def shell(script: str) -> str:
 @asynccontextmanager
 async def background(command: str, log: Path) -> AsyncIterator[None]:
     """A command that runs until the block ends; it must then end by itself on SIGTERM."""
-    environment = {**os.environ, "MOONGATE_SECRET": "a secret"}
+    environment = {**os.environ, "SALT_SECRET": "a secret"}
     script = f"exec {command} >{log} 2>&1"
     process = await asyncio.create_subprocess_exec("bash", "-c", script, cwd=README.parent, env=environment)
     try:
@@ -104,4 +104,4 @@ async def test_the_first_steps(tmp_path: Path, tokenizer_folder: Path) -> None:
 
 def test_the_python_blocks_run() -> None:
     for block in blocks("python"):
-        exec(compile(block, "README.md", "exec"), {})
+        exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})

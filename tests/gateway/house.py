@@ -88,7 +88,7 @@ class House:
         await eventually(there)
 
 
-async def eventually(check: Callable[[], bool | Awaitable[bool]], seconds: float = 1) -> None:
+async def eventually(check: Callable[[], bool | Awaitable[bool]], seconds: float = 10) -> None:
     """Wait until something is so. Fails where it does not become so in time."""
     async with asyncio.timeout(seconds):
         while True:

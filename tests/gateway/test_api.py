@@ -66,8 +66,8 @@ async def test_cold_routes_take_get_only(house: House, path: str) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        "/", "/docs", "/redoc", "/openapi.json", "/v1", "/v1/", "/v1/chat", "/v1/chat/completions/", "/v1/models/",
-        "/health/", "/V1/models", "/v1/chat/completions/x", "//v1/chat/completions", "/v1/models/tiny", "/tokenize",
+        "/", "/docs", "/redoc", "/openapi.json", "/v1", "/v1/", "/v1/chat", "/v1/chat/completions/", "/v1/model",
+        "/health/", "/V1/models", "/v1/chat/completions/x", "//v1/chat/completions", "/tokenize",
         "/invocations", "/pooling", "/score", "/load_lora_adapter", "/sleep", "/reset_prefix_cache", "/server_info",
         "/admin", "/debug", "/workers", "/.env", "/v1/../metrics/x", "/%2e%2e/metrics",
     ],
@@ -311,6 +311,15 @@ async def test_ready_says_for_which_model_not(street: Street, engine: Engine) ->
     answer = await house.client.get("/ready")
     assert answer.status_code == 503
     assert answer.json() == {"ready": False, "engines": {"tiny": 1, "big": 0, "none": 0}}
+
+
+async def test_one_model(house: House) -> None:
+    answer = await house.client.get("/v1/models/tiny")
+    assert (answer.status_code, answer.json()["id"], answer.json()["max_model_len"]) == (200, "tiny", 4096)
+    error(await house.client.get("/v1/models/no/such"), 404, "invalid_request_error")
+    error(await house.client.get("/v1/models/"), 404, "invalid_request_error")
+    async with httpx.AsyncClient(base_url=house.url, trust_env=False) as nobody:
+        error(await nobody.get("/v1/models/tiny"), 401, "authentication_error")
 
 
 async def test_ready(house: House, street: Street, engine: Engine) -> None:

@@ -314,3 +314,32 @@ def test_nothing_can_be_set_afterwards(tmp_path: Path) -> None:
         name = next(iter(type(section).model_fields))
         with pytest.raises(ValidationError, match="frozen"):
             setattr(section, name, 1)
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "twice.yaml"
+    path.write_text("models: [{name: tiny}]\nauth: {mode: none}\nlisten: {port: 1}\nlisten: {port: 2}\n")
+    with pytest.raises(config.ConfigError, match="line 4, column 1: the key 'listen' stands twice"):
+        load(path)
+
+
+def test_merged_keys_are_no_doubles(tmp_path: Path) -> None:
+    path = tmp_path / "merged.yaml"
+    path.write_text("models: [&a {name: tiny, block_size: 16}, {<<: *a, name: big}]\nauth: {mode: none}\n")
+    assert [(m.name, m.block_size) for m in load(path).models] == [("tiny", 16), ("big", 16)]
+
+
+def test_a_variable_of_no_section_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONGATE_LISTN__PORT", "1")
+    with pytest.raises(
+        config.ConfigError, match=r"MOONGATE_LISTN__PORT sets nothing; did you mean MOONGATE_LISTEN__\?"
+    ):
+        load(written(tmp_path, MINIMAL))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"auth": "none"}, "auth: must be a mapping, such as {mode: ...}"), ({"listen": 8000}, "such as {host: ...}")],
+)
+def test_what_must_be_a_mapping_is_told_so(tmp_path: Path, change: dict[str, object], said: str) -> None:
+    assert said in fault(tmp_path, MINIMAL | change)

@@ -112,5 +112,5 @@ def test_serve_on_a_port_that_is_taken_says_so(tmp_path: Path) -> None:
         )
     assert ended.returncode not in (0, None)
     assert str(port) in ended.stderr
-    assert "taken" in ended.stderr
+    assert "Address already in use" in ended.stderr
     assert "Traceback" not in ended.stderr

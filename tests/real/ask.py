@@ -12,7 +12,7 @@ import orjson
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-SETTLED = 20.0
+SETTLED = 60.0
 """Seconds after which a block of an answered request must have reached the pool."""
 
 
