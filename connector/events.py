@@ -23,6 +23,7 @@ import zmq
 import zmq.asyncio
 
 from connector.blocks import Prefix
+from connector.errors import ConnectorError
 
 DEFAULT_BLOCKS = 65_536
 """Blocks remembered for an engine that does not say how many it has: some 10 MB."""
@@ -83,7 +84,7 @@ class Reported:
     """The blocks that an engine's events tell of."""
 
     def __init__(self) -> None:
-        self._blocks: dict[bytes, None] = {}
+        self._blocks: OrderedDict[bytes, None] = OrderedDict()
         self._next: int | None = None
         self._decoder = msgspec.msgpack.Decoder()
         self.capacity = DEFAULT_BLOCKS
@@ -116,7 +117,7 @@ class Reported:
             self._next = sequence + 1
             for event in events:
                 self._apply(event)
-        except (ValueError, TypeError, KeyError, AttributeError, msgspec.DecodeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, msgspec.DecodeError):
             self.bad += 1
             self.clear()
 
@@ -128,25 +129,34 @@ class Reported:
             for block in event["block_hashes"]:
                 self._blocks[_key(block)] = None
             while len(self._blocks) > self.capacity:
-                del self._blocks[next(iter(self._blocks))]
+                self._blocks.popitem(last=False)
         elif kind == "BlockRemoved" and event.get("medium") in OWN_MEDIA:
             for block in event["block_hashes"]:
                 self._blocks.pop(_key(block), None)
+
+
+class NoEvents(ConnectorError):
+    """The address cannot be bound or connected to."""
 
 
 class Subscription:
     """A SUB socket on an engine's events. vLLM connects to a concrete address and binds one with `*`."""
 
     def __init__(self, address: str, *, bind: bool) -> None:
+        """Raises `NoEvents`."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, QUEUE)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
-        if bind:
-            self._socket.bind(address)
-        else:
-            self._socket.connect(address)
+        try:
+            if bind:
+                self._socket.bind(address)
+            else:
+                self._socket.connect(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise NoEvents(f"no KV events can be had at {address}: {error}") from error
 
     async def follow(self, held: Reported) -> None:
         """Read events for ever; cancel it to stop. Other work gets its turn after each message."""

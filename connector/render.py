@@ -158,7 +158,7 @@ def _tool_call(call: object) -> dict[str, Any]:
             arguments = json.loads(arguments)  # as vLLM does: orjson knows neither NaN nor 2**64
         except json.JSONDecodeError:
             arguments = {}
-        except RecursionError as error:
+        except (ValueError, RecursionError) as error:  # an integer of more than 4300 digits is one
             raise Inexact("tool_calls") from error
     if not isinstance(arguments, dict):
         arguments = {}

@@ -57,5 +57,9 @@ class Tokenizer:
         raise Inexact("prompt_form")
 
     def _encode(self, text: str, *, special: bool) -> Sequence[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # a lone surrogate, out of a tool call's arguments
+            raise Inexact("surrogate") from error
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids

@@ -101,7 +101,7 @@ class EngineControl:
                     if sample.name == "vllm:cache_config_info":
                         labels = sample.labels
             return _cache_facts(labels), _load(values)
-        except ValueError as error:
+        except (ValueError, ArithmeticError, LookupError) as error:
             raise BadAnswer(self._origin, "its /metrics is not in Prometheus' format") from error
 
     async def close(self) -> None:

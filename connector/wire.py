@@ -13,6 +13,7 @@ twice what this does; the control plane, where that does not matter, uses httpx.
 """
 
 import asyncio
+import errno
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -254,7 +255,8 @@ class Connection(asyncio.Protocol):
             return
         self._answer = None
         self._unwatch()
-        if self._parser.should_keep_alive() and not self.closed:
+        unsent = self._transport.get_write_buffer_size() if self._transport is not None else 0
+        if self._parser.should_keep_alive() and not self.closed and not unsent:
             if self._paused:
                 self.resume()
             self.idle_since = self._loop.time()
@@ -389,5 +391,7 @@ class Wire:
         except TimeoutError:
             raise TimedOut(self.origin, "connect", limit) from None
         except (OSError, UnicodeError) as error:  # a name that cannot be one is no OSError
+            if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):  # not the peer's fault
+                raise WireError(self.origin, "no file descriptor is left in this process") from error
             raise Unreachable(self.origin, getattr(error, "strerror", None) or str(error)) from error
         return connection

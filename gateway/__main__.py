@@ -2,6 +2,7 @@
 
 import json
 import logging
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from gateway.api import Surface
 from gateway.app import build
 from gateway.commands import NotInstalled
 from gateway.demo import DemoFailed, play
+from gateway.front import Front
 from gateway.processes import NotReady, cannot_listen
 from gateway.up import CannotStart, Stopped, Wanted, running, wait, welcome
 from policies.load import BadPolicy
@@ -36,6 +38,9 @@ def serve(path: Path) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     settings = _load(path)
     app = _build(settings, path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:  # a connection is a file; the usual 1024 are soon used up
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     host, port = settings.listen.host, settings.listen.port
     if port and (trouble := cannot_listen(host, port)):
         raise click.ClickException(f"cannot listen on port {port} of {host}: {trouble}; listen.port names another")
@@ -45,7 +50,7 @@ def serve(path: Path) -> None:
             host=settings.listen.host,
             port=settings.listen.port,
             loop="uvloop",
-            http="httptools",
+            http=Front,
             ws="none",
             access_log=False,
             log_config=None,

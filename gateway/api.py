@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from connector.vllm import Card
-from gateway.errors import Forbidden, GatewayError, UnknownModel, error_body
+from gateway.errors import Broken, Forbidden, GatewayError, UnknownModel, error_body
 from gateway.exchange import Exchange, request_id
 from gateway.fleet import Fleet
 from gateway.serve import CHAT, COMPLETIONS, Serve
@@ -98,6 +98,11 @@ def _errors(app: FastAPI) -> None:
     async def refused(_: Request, error: GatewayError) -> Response:
         headers = {name.decode(): value.decode() for name, value in error.headers}
         return Response(error.body(), error.status, headers, "application/json")
+
+    @app.exception_handler(Exception)
+    async def broken(_: Request, __: Exception) -> Response:
+        error = Broken("The gateway failed on this request; the operator's log says why.")
+        return Response(error.body(), error.status, media_type="application/json")
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:

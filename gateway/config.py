@@ -46,8 +46,15 @@ def _from_environment(value: object) -> object:
     return value
 
 
+def _usable(secret: SecretStr) -> SecretStr:
+    value = secret.get_secret_value()
+    if not value.strip() or not value.isprintable():
+        raise ValueError("must not be empty, nor hold line breaks or control characters")
+    return secret
+
+
 Origin = Annotated[str, AfterValidator(_origin)]
-Secret = Annotated[SecretStr, BeforeValidator(_from_environment)]
+Secret = Annotated[SecretStr, BeforeValidator(_from_environment), AfterValidator(_usable)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}$")]
 
 
@@ -260,7 +267,7 @@ class Config(BaseSettings):
         models = [model.name for model in self.models]
         _distinct("models", models)
         _distinct("tenants", [tenant.name for tenant in self.tenants])
-        _distinct("engines.static", [engine.url for engine in self.engines.static])
+        _distinct("engines.static", [urlsplit(engine.url).netloc for engine in self.engines.static])
         for model in self.models:
             if model.pool is not None and model.pool not in self.pools:
                 raise ValueError(f"models: {model.name} names the pool {model.pool!r}, which is not under pools")

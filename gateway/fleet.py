@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from connector.blocks import Adapter, Prefix
 from connector.errors import Unreachable, WireError
-from connector.events import DEFAULT_BLOCKS, Estimated, Held, Reported, Subscription
+from connector.events import Estimated, Held, Reported, Subscription
 from connector.vllm import CacheFacts, Card, EngineControl, Load
 from connector.wire import Timeouts, Wire
 from policies.interface import Candidate, Role
@@ -149,7 +149,10 @@ class Fleet:
         """Ask every engine once, then keep watching. Engines that are down do not hold this up for long."""
         await asyncio.gather(*(self._ask(engine, cards=True) for engine in self.engines))
         self._watchers = [asyncio.create_task(self._watch(engine)) for engine in self.engines]
-        self._watchers += [asyncio.create_task(self._follow(engine)) for engine in self.engines if engine.spec.events]
+        for engine in self.engines:
+            if engine.spec.events is not None and isinstance(engine.held, Reported):
+                subscription = Subscription(engine.spec.events.address, bind=engine.spec.events.bind)
+                self._watchers.append(asyncio.create_task(self._follow(subscription, engine.held)))
 
     async def close(self) -> None:
         for watcher in self._watchers:
@@ -227,13 +230,10 @@ class Fleet:
             await self._ask(engine, cards=not engine.alive or polls % CARDS_EVERY == 0)
 
     @staticmethod
-    async def _follow(engine: Engine) -> None:
+    async def _follow(subscription: Subscription, held: Reported) -> None:
         """Take in an engine's KV events."""
-        assert engine.spec.events is not None
-        assert isinstance(engine.held, Reported)
-        subscription = Subscription(engine.spec.events.address, bind=engine.spec.events.bind)
         try:
-            await subscription.follow(engine.held)
+            await subscription.follow(held)
         finally:
             subscription.close()
 
@@ -247,6 +247,9 @@ class Fleet:
             engine.lost(error.detail)
         except WireError as error:
             engine.missed(error.detail)
+        except Exception:
+            log.exception("asking engine %s met a defect", engine.id)
+            engine.missed("what it says could not be read")
         else:
             if not healthy:
                 engine.lost("its /health is not 200")
@@ -254,7 +257,7 @@ class Fleet:
                 engine.lost(f"it does not serve {engine.spec.model}; set its --served-model-name, or the model's name")
             else:
                 engine.facts = facts
-                engine.held.capacity = facts.blocks or DEFAULT_BLOCKS
+                engine.held.capacity = facts.blocks or engine.held.capacity
                 engine.heard(load, self._clock())
                 engine.back()
         self._agree(engine.spec.model)

@@ -26,6 +26,10 @@ from gateway.trace import Telemetry, Trace
 
 MAX_WHOLE = 64 * 1024 * 1024
 """Bytes of an answer in one piece (not streamed), which is held until it is complete."""
+LAST_WORDS = 5.0
+"""Seconds beyond the total within which a client must have taken the end of its answer."""
+ANSWERS = frozenset({200, *range(400, 600)})
+"""Statuses that can be an answer. A redirect is never followed, and never the client's to follow."""
 RETRIED = frozenset({502, 503, 504})
 """Statuses before the first byte that send a request to a spare."""
 DRAINING = b"cannot schedule new futures"
@@ -35,7 +39,7 @@ _DROPPED = frozenset(
     {
         b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer",
         b"transfer-encoding", b"upgrade", b"content-length", b"date", b"server", b"set-cookie",
-        b"www-authenticate", b"x-request-id",
+        b"www-authenticate", b"x-moongate-route", b"x-request-id",
     }
 )  # fmt: skip
 """Headers of an engine's answer that stay here: hop by hop (RFC 9110, 7.6.1), its own, or ours to set."""
@@ -81,15 +85,13 @@ class Result:
 
     def tokens(self, name: str) -> int | None:
         """`prompt_tokens` or `completion_tokens` of the usage."""
-        value = self.usage.get(name) if self.usage is not None else None
-        return value if isinstance(value, int) else None
+        return _count(self.usage.get(name)) if self.usage is not None else None
 
     @property
     def cached_tokens(self) -> int | None:
         """What the engine says it did not compute; needs its --enable-prompt-tokens-details."""
         details = self.usage.get("prompt_tokens_details") if self.usage is not None else None
-        value = details.get("cached_tokens") if isinstance(details, dict) else None
-        return value if isinstance(value, int) else None
+        return _count(details.get("cached_tokens")) if isinstance(details, dict) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +187,7 @@ class Relay:
         sent = time.perf_counter()
         try:
             async with asyncio.timeout_at(deadline):
-                answer = await engine.wire.send("POST", leg.path, headers, leg.body)
+                answer = _answering(await engine.wire.send("POST", leg.path, headers, leg.body))
                 reply = await self._first(answer, leg, sent)
         except Unreachable as error:
             self._fleet.suspect(engine.id, error.detail)
@@ -207,7 +209,8 @@ class Relay:
     @staticmethod
     async def _first(answer: Answer, leg: Leg, sent: float) -> _Reply:
         """The reply as soon as something of its body can go on."""
-        headers = [(name, value) for name, value in answer.headers if name not in _DROPPED]
+        dropped = _DROPPED.union(name.strip() for name in (answer.header(b"connection") or b"").lower().split(b","))
+        headers = [(name, value) for name, value in answer.headers if name not in dropped]
         stream = EventStream(hide_usage=leg.hide_usage)
         try:
             if not (answer.header(b"content-type") or b"").startswith(b"text/event-stream"):
@@ -249,10 +252,11 @@ class Relay:
             reply.answer.close()
         if cause is not None:
             self._telemetry.failures.labels(target.engine, cause).inc()
-        if error is None:
-            await exchange.finish()
-        else:
-            await exchange.finish(_last_words(error, reply.stream))
+        try:
+            async with asyncio.timeout_at(deadline + LAST_WORDS):
+                await exchange.finish(b"" if error is None else _last_words(error, reply.stream))
+        except TimeoutError:
+            cause = "client_stuck"
         return Result(target.engine, reply.status, reply.ttft, reply.stream.usage, cause)
 
     async def _copy(
@@ -284,9 +288,17 @@ class Relay:
         return None, "engine_error" if stream.error is not None else None
 
 
+def _answering(answer: Answer) -> Answer:
+    """The answer, if its status is that of one."""
+    if answer.status not in ANSWERS:
+        answer.close()
+        raise LegFailed(f"status_{answer.status}", EngineFailed("The engine gave no answer; try again."))
+    return answer
+
+
 def _whole(status: int, headers: list[tuple[bytes, bytes]], body: bytes, ttft: float) -> _Reply:
     """A reply whose body is complete: its usage and finish reasons read, private fields taken out."""
-    if status != 200:
+    if status != 200 and not any(field.encode() in body for field in PRIVATE):
         return _Reply(status, headers, body, ttft)
     data = parsed(body)
     if not isinstance(data, dict):
@@ -305,6 +317,11 @@ def _whole(status: int, headers: list[tuple[bytes, bytes]], body: bytes, ttft: f
         if isinstance(choices, list)
         else (),
     )
+
+
+def _count(value: object) -> int | None:
+    """A number of tokens, if it can be one."""
+    return value if type(value) is int and 0 <= value < 2**31 else None
 
 
 def _last_words(error: GatewayError, stream: EventStream) -> bytes:

@@ -49,6 +49,10 @@ INLINE_BYTES = 16 * 1024
 """Bodies above this many bytes are tokenised and hashed in a thread, so that others go on."""
 
 
+EXACT_BYTES = 8 * 1024 * 1024
+"""Bodies above this many bytes are placed by load: no context is so long, and tokens take a hundredfold of memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """A parsed request."""
@@ -168,7 +172,7 @@ class Serve:
         prompt = await self._know(call)
         trace.step("tokenize and hash")
         self._charge(call, prompt)
-        candidates = self._survey(call, prompt)
+        candidates = tuple(self._survey(call, prompt))
         residency = await self._look_up(call, prompt)
         trace.step("look up")
         job = self._job(call, prompt, residency)
@@ -176,7 +180,7 @@ class Serve:
         self._telemetry.placements.labels(job.model, placement.prefill or placement.engine, placement.reason).inc()
         trace.step("place")
         self._note(trace, call, prompt, residency, placement)
-        plan = Plan(call, prompt, job, tuple(candidates), placement)
+        plan = Plan(call, prompt, job, candidates, placement)
         deadline = self._relay.deadline()
         try:
             if placement.prefill is None:
@@ -200,7 +204,7 @@ class Serve:
         name = body.get("model")
         if not isinstance(name, str) or not name:
             raise BadRequest("model must be the name of a model; GET /v1/models lists them.", param="model")
-        if body.get("stream") not in (None, True, False):
+        if not isinstance(body.get("stream"), bool | None):
             raise BadRequest("stream must be true or false.", param="stream")
         adapter: Adapter | None = None
         model = self._models.get(name)
@@ -226,6 +230,8 @@ class Serve:
         return prompt
 
     def _hash(self, call: Call) -> Prompt:
+        if len(call.raw) > EXACT_BYTES:
+            raise Inexact("too_long")
         tokenizer = call.model.tokenizer
         if tokenizer is None:
             raise Inexact("no_tokenizer")
@@ -395,7 +401,8 @@ class Serve:
             return None
         own, pool = expected(plan.job, candidate)
         legs = f"engine={candidate.id}" + (f"; prefill={prefill}" if prefill else "")
-        return f"{legs}; reason={plan.placement.reason}; own={own}; pool={pool}".encode("latin-1", "replace")
+        reason = "".join(letter for letter in plan.placement.reason if letter.isprintable())
+        return f"{legs}; reason={reason}; own={own}; pool={pool}".encode("ascii", "replace")
 
     @staticmethod
     def _note(trace: Trace, call: Call, prompt: Prompt, residency: Residency | None, placement: Placement) -> None:

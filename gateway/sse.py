@@ -18,7 +18,7 @@ MAX_EVENT = 1024 * 1024
 PRIVATE = ("kv_transfer_params", "ec_transfer_params")
 """Fields of an engine's answer that are between engines: a client never gets them."""
 
-_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+_END = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
 _NOTEWORTHY = re.compile(
     rb'\[DONE\]|"usage":\s*\{|"error":|"finish_reason":\s*"abort"|"(?:kv|ec)_transfer_params":\s*[^\sn]'
 )
@@ -128,7 +128,7 @@ def written(data: object) -> bytes:
 def _last_end(data: bytes) -> int:
     """Where the last whole event ends; 0 if there is none."""
     end = 0
-    for mark in (b"\n\n", b"\r\n\r\n", b"\r\r"):
+    for mark in (b"\n\n", b"\n\r\n", b"\r\r"):
         at = data.rfind(mark)
         if at >= 0:
             end = max(end, at + len(mark))

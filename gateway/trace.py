@@ -5,6 +5,7 @@ were noted on the way, and only where the trace is recorded: live SDK spans for 
 ten times as much, sampled or not. Label values come from the configuration, never from a client.
 """
 
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -37,6 +38,8 @@ class _Headers(Getter[list[tuple[bytes, bytes]]]):
         return [name.decode("latin-1") for name, _ in carrier]
 
 
+_TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+"""W3C Trace Context, 3.2."""
 _PROPAGATOR = TraceContextTextMapPropagator()
 _HEADERS = _Headers()
 
@@ -134,8 +137,8 @@ class Telemetry:
     def begin(self, headers: list[tuple[bytes, bytes]]) -> Trace:
         """Start a request's trace, as a child of the client's traceparent where there is one."""
         if self._provider is None:
-            parent = next((value for name, value in headers if name == b"traceparent"), None)
-            return Trace(None, parent)
+            parent = next((value for name, value in headers if name == b"traceparent"), b"")
+            return Trace(None, parent if _TRACEPARENT.fullmatch(parent) else None)
         context = _PROPAGATOR.extract(headers, getter=_HEADERS)
         return Trace(self._tracer.start_span("moongate.request", context, kind=otel.SpanKind.SERVER), None)
 

@@ -143,6 +143,7 @@ def test_an_engine_that_begins_anew_is_known_anew() -> None:
         [],
         [b""],
         [b"", b"\0" * 8, b"garbage"],
+        [b"", b"\0" * 8, b"\x91" * 200_000 + b"\xc0"],
         [b"", b"\0" * 8, msgspec.msgpack.encode([])],
         [b"", b"\0" * 8, msgspec.msgpack.encode({"ts": 1})],
         [b"", b"\0" * 8, msgspec.msgpack.encode([0, [7], 0])],

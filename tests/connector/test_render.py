@@ -474,3 +474,9 @@ def test_whatever_comes_is_text_or_inexact(body: dict[str, Any]) -> None:
     """And no other error: these bodies come from anybody."""
     with suppress(Inexact):
         assert chat_text(body, Notes("text")) == "text"
+
+
+@pytest.mark.parametrize("arguments", ['{"a":' + "1" * 5000 + "}", "[" * 100_000])
+def test_arguments_that_python_cannot_read_are_inexact(arguments: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    assert refused({"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}) == "tool_calls"

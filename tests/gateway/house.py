@@ -14,6 +14,7 @@ import uvicorn
 
 from gateway.app import build
 from gateway.config import Config
+from gateway.front import Front
 from tests.double import CHAT, Collector, Engine, Master
 
 KEY = "sk-team-a"
@@ -107,7 +108,7 @@ async def serving(tree: dict[str, Any]) -> AsyncIterator[House]:
     """Run a gateway with this configuration."""
     app = build(Config(**tree))
     config = uvicorn.Config(
-        app, port=0, http="httptools", ws="none", lifespan="on", access_log=False, log_config=None, server_header=False
+        app, port=0, http=Front, ws="none", lifespan="on", access_log=False, log_config=None, server_header=False
     )
     config.load()
     server = uvicorn.Server(config)

@@ -224,7 +224,7 @@ def test_masked_shows_no_secret_and_no_digest(tmp_path: Path) -> None:
         ({"tenants": []}, "needs a secret and at least one tenant"),
         (
             {"engines": {"static": [{"url": "http://a:1", "model": "tiny"}, {"url": "http://a:1/", "model": "tiny"}]}},
-            "'http://a:1' stands there twice",
+            "'a:1' stands there twice",
         ),
         (
             {"tenants": [{"name": "a", "keys": [{"sha256": DIGEST}]}, {"name": "a", "keys": [{"sha256": OTHER}]}]},
@@ -343,3 +343,18 @@ def test_a_variable_of_no_section_is_refused(tmp_path: Path, monkeypatch: pytest
 )
 def test_what_must_be_a_mapping_is_told_so(tmp_path: Path, change: dict[str, object], said: str) -> None:
     assert said in fault(tmp_path, MINIMAL | change)
+
+
+@pytest.mark.parametrize("value", ["", "  ", "a\nb"])
+@pytest.mark.parametrize("where", ["secret", "admin", "api_key"])
+def test_a_secret_that_is_none_is_refused(tmp_path: Path, where: str, value: str) -> None:
+    tree = yaml.safe_load(yaml.safe_dump(FULL))
+    if where == "admin":
+        tree["admin"]["key"] = value
+    elif where == "api_key":
+        tree["engines"]["static"][0]["api_key"] = value
+    else:
+        tree["secret"] = value
+    said = fault(tmp_path, tree)
+    assert "must not be empty" in said
+    assert repr(value) not in said

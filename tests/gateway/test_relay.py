@@ -1,6 +1,7 @@
 """The failure table, row by row, through the whole gateway: what the client gets, what engines see."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -644,3 +645,48 @@ async def test_a_hundred_clients_that_leave_leave_nothing(street: Street) -> Non
 
 def tenant(**limits: int) -> list[dict[str, Any]]:
     return [{"name": "team-a", "keys": [{"sha256": digest(KEY)}], **limits}]
+
+
+@pytest.mark.parametrize("status", [204, 206, 301, 307, 600, 999])
+async def test_a_status_that_is_no_answer_is_the_engines_failure(street: Street, status: int) -> None:
+    engine = await street.engine()
+    engine.always(*whole(status, b"", headers=[("location", "http://10.0.0.1/evil")]))
+    house = await street.house(engine)
+    answer = await house.chat()
+    assert (answer.status_code, answer.json()["error"]["type"]) == (502, "server_error")
+    assert "location" not in answer.headers
+    await house.idle()
+
+
+@pytest.mark.parametrize("number", [-5, 10**15, 10**30, True, "7", None, 1.5, float("nan")])
+async def test_a_usage_that_cannot_be_is_unknown(street: Street, number: object) -> None:
+    engine = await street.engine()
+    answer = completed()
+    answer["usage"] = {
+        "prompt_tokens": number,
+        "completion_tokens": number,
+        "prompt_tokens_details": {"cached_tokens": number},
+    }
+    engine.always(*whole(200, json.dumps(answer).encode()))
+    house = await street.house(engine)
+    assert (await house.chat()).status_code == 200
+    assert await house.metric("requests_total", status="200") == 1
+    assert await house.metric("completion_tokens_total") == 0
+
+
+@pytest.mark.parametrize("value", [1, 1.0, 0, "true", []])
+async def test_a_stream_that_is_no_truth_value_is_refused(street: Street, value: object) -> None:
+    engine = await street.engine()
+    house = await street.house(engine)
+    assert (await house.chat(stream=value)).status_code == 400
+    assert not engine.asked
+
+
+async def test_headers_that_the_engine_names_as_its_own_do_not_cross(street: Street) -> None:
+    engine = await street.engine()
+    named = [("connection", "keep-alive, X-Inner"), ("x-inner", "1"), ("x-moongate-route", "made up")]
+    engine.always(*whole(200, completed(), headers=named))
+    house = await street.house(engine)
+    answer = await house.chat()
+    assert "x-inner" not in answer.headers
+    assert "x-moongate-route" not in answer.headers
