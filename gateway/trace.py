@@ -106,7 +106,11 @@ class Telemetry:
             self._tracer = self._provider.get_tracer("moongate")
         self._registry = CollectorRegistry()
         self.requests = self._counter(
-            "requests", "Requests ended, by what the client got.", "tenant", "model", "status"
+            "requests",
+            "Requests ended, by what the client got: a status, client_left, or why a stream broke off.",
+            "tenant",
+            "model",
+            "status",
         )
         self.seconds = self._histogram("request_seconds", "Whole requests.", _SECONDS, "model")
         self.ttft = self._histogram("ttft_seconds", "Until the first byte of an answer.", _SECONDS, "model", "engine")
@@ -122,14 +126,21 @@ class Telemetry:
             "prediction_error_tokens", "Predicted against actual cached tokens, per request.", _TOKENS, "engine"
         )
         self.inexact = self._counter("inexact", "Requests placed without a prefix, by reason.", "model", "reason")
-        self.lookups = self._counter("lookups", "Pool look-ups by result.", "pool", "result")
+        self.lookups = self._counter(
+            "lookups",
+            "Pool look-ups by result: known, timeout, error (no connection), answer (unreadable).",
+            "pool",
+            "result",
+        )
         self.lookup_seconds = self._histogram("lookup_seconds", "Pool look-ups.", _SECONDS, "pool")
         self.lookup_keys = self._counter("lookup_keys", "Keys asked for in pool look-ups.", "pool")
         self.placements = self._counter("placements", "Placements by reason.", "model", "engine", "reason")
         self.policy_failures = self._counter("policy_failures", "Placements that the policy failed to make.")
         self.retries = self._counter("retries", "Requests given to a spare.", "engine")
         self.failures = self._counter("engine_failures", "Exchanges with engines that failed.", "engine", "cause")
-        self.handoffs = self._counter("handoffs", "Prefill legs by result.", "model", "result")
+        self.handoffs = self._counter(
+            "handoffs", "Hand overs: seen, late, prefill_failed, local_prefill, decode_failed.", "model", "result"
+        )
         self.handoff_seconds = self._histogram(
             "handoff_seconds", "From a prefill's answer to its last block.", _SECONDS, "model"
         )
