@@ -46,6 +46,13 @@ def _from_environment(value: object) -> object:
     return value
 
 
+def _no_user(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
+        raise ValueError("must be an http:// or https:// URL with no user in it")
+    return url
+
+
 def _usable(secret: SecretStr) -> SecretStr:
     value = secret.get_secret_value()
     if not value.strip() or not value.isprintable():
@@ -225,7 +232,7 @@ class Tenant(Section):
 
 
 class Telemetry(Section):
-    otlp: str | None = None
+    otlp: Annotated[str, AfterValidator(_no_user)] | None = None
     """OTLP/HTTP endpoint for traces, such as http://127.0.0.1:4318/v1/traces."""
     sample: float = Field(1.0, ge=0, le=1)
     """Share of requests traced, where the client's traceparent does not say."""

@@ -358,3 +358,10 @@ def test_a_secret_that_is_none_is_refused(tmp_path: Path, where: str, value: str
     said = fault(tmp_path, tree)
     assert "must not be empty" in said
     assert repr(value) not in said
+
+
+@pytest.mark.parametrize("url", ["http://user:canary@collector:4318", "collector:4318", "http://", "file:///x"])
+def test_where_traces_go_is_a_url_without_a_user(tmp_path: Path, url: str) -> None:
+    said = fault(tmp_path, MINIMAL | {"telemetry": {"otlp": url}})
+    assert "telemetry.otlp: must be an http" in said
+    assert "canary" not in said
