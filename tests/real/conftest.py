@@ -4,6 +4,7 @@ The model is made once and kept in `.model`, until make_model.py changes.
 """
 
 import hashlib
+import inspect
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from .stack import ENGINE_PYTHON, Gateway, Pool, missing, start_gateway, start_pool
+from .watch import Watch
 
 HERE = Path(__file__).resolve().parent
 RECIPE = HERE / "make_model.py"
@@ -28,7 +30,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+TRIES = 3
+_asked_again: list[str] = []
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test again if it failed while the machine stood still."""
+    watch = pyfuncitem.funcargs.get("watch")
+    if not isinstance(watch, Watch) or inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    for last in range(TRIES):
+        before = watch.troubles()
+        try:
+            pyfuncitem.obj(**arguments)
+        except Exception:
+            if last == TRIES - 1 or watch.troubles() == before:
+                raise
+            _asked_again.append(pyfuncitem.name)
+            watch.wait_until_well()
+        else:
+            break
+    return True
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for name in _asked_again:
+        terminalreporter.write_line(f"{name} was run again: an engine stood still, or its store client gave up")
     skipped = terminalreporter.stats.get("skipped", [])
     if (reason := missing()) and any("real" in report.keywords for report in skipped):
         terminalreporter.write_line(f"tests/real was skipped: {reason}")
@@ -51,6 +80,19 @@ def pool(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """A master and two engines, both serving the model `tiny` and sharing one store."""
     with start_pool(model_folder, tmp_path_factory.mktemp("pool")) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def watch(pool: Pool) -> Iterator[Watch]:
+    with Watch(pool.engines) as watch:
+        yield watch
+
+
+@pytest.fixture(autouse=True)
+def _watched(request: pytest.FixtureRequest) -> None:
+    """Every test on the pool is watched."""
+    if "pool" in request.fixturenames or "gateway" in request.fixturenames or "serve" in request.fixturenames:
+        request.node.funcargs["watch"] = request.getfixturevalue("watch")
 
 
 KEYS = {"team-a": "key-of-team-a", "team-b": "key-of-team-b"}
