@@ -20,8 +20,8 @@ from gateway.processes import free_port
 from gateway.up import CannotStart, Wanted, check
 
 MOONGATE = [sys.executable, "-m", "gateway", "up"]
-GONE = 30.0
-"""Seconds within which everything must be gone. Ten are promised; a machine that stands still takes longer."""
+GONE = 10.0
+"""Seconds within which everything must be gone."""
 
 
 def installed() -> bool:
