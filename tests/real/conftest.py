@@ -46,7 +46,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         try:
             pyfuncitem.obj(**arguments)
         except Exception:
-            if last == TRIES - 1 or watch.troubles() == before:
+            if last == TRIES - 1 or not watch.grew(before):
                 raise
             _asked_again.append(pyfuncitem.name)
             watch.wait_until_well()

@@ -49,7 +49,13 @@ def test_streams_equal_the_engines_own(
     own, own_events = stream(pool.urls[0], path, body)
     through, events = stream(gateway.url, path, body, KEYS["team-a"])
     assert through == own
-    assert {shape(event) for event in events} == {shape(event) for event in own_events}
+    assert ends(events) == ends(own_events)
+
+
+def ends(events: list[bytes]) -> set[object]:
+    """The shapes of the events that end something; how many tokens come before in one is haste."""
+    shapes = {shape(event) for event in events}
+    return {one for one in shapes if not isinstance(one, tuple) or one[2] == 0 or one[3] != (None,)}
 
 
 def shape(event: bytes) -> object:

@@ -45,6 +45,13 @@ class Watch:
         except httpx.TransportError:
             return self._stood_still + 0.5
 
+    def grew(self, before: float, seconds: float = 45) -> bool:
+        """Whether there is more trouble than before; a transfer is given up only after 30 s."""
+        end = time.monotonic() + seconds
+        while self.troubles() == before and time.monotonic() < end:
+            time.sleep(PAUSE)
+        return self.troubles() != before
+
     def wait_until_well(self, seconds: float = 120) -> None:
         """Wait until the engines have answered at once for a while, or give up waiting."""
         end = time.monotonic() + seconds
