@@ -8,6 +8,7 @@ ten times as much, sampled or not. Label values come from the configuration, nev
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 from opentelemetry import trace as otel
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -22,6 +23,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 Fact = str | int | float | bool
+Child = TypeVar("Child")
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _TOKENS = (0.0, 1.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 4096.0, 16384.0)
@@ -29,13 +31,13 @@ _TOKENS = (0.0, 1.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 4096.0, 1638
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
-class _Headers(Getter[list[tuple[bytes, bytes]]]):
-    def get(self, carrier: list[tuple[bytes, bytes]], key: str) -> list[str] | None:
-        wanted = key.encode()
-        return [value.decode("latin-1") for name, value in carrier if name == wanted] or None
+class _Headers(Getter[dict[bytes, bytes]]):
+    def get(self, carrier: dict[bytes, bytes], key: str) -> list[str] | None:
+        value = carrier.get(key.encode())
+        return [value.decode("latin-1")] if value is not None else None
 
-    def keys(self, carrier: list[tuple[bytes, bytes]]) -> list[str]:
-        return [name.decode("latin-1") for name, _ in carrier]
+    def keys(self, carrier: dict[bytes, bytes]) -> list[str]:
+        return [name.decode("latin-1") for name in carrier]
 
 
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -44,18 +46,40 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 _HEADERS = _Headers()
 
 
-class Trace:
-    """One request's notes: the times of its steps and the facts of its placement."""
+class Family(Generic[Child]):
+    """A metric's children by their label values, each made once: to look one up costs more than to count."""
 
-    __slots__ = ("_facts", "_marked", "_span", "_steps", "_traceparent", "started")
+    def __init__(self, metric: Any) -> None:
+        self._metric = metric
+        self._children: dict[tuple[str, ...], Child] = {}
+
+    def __call__(self, *labels: str) -> Child:
+        child = self._children.get(labels)
+        if child is None:
+            child = self._children[labels] = self._metric.labels(*labels)
+        return child
+
+
+class Trace:
+    """One request's notes: whose it is, the times of its steps and the facts of its placement."""
+
+    __slots__ = ("_facts", "_marked", "_span", "_steps", "_traceparent", "model", "started", "status", "tenant")
 
     def __init__(self, span: otel.Span | None, traceparent: bytes | None) -> None:
         self._span = span
         self._traceparent = traceparent
         self._facts: dict[str, Fact] = {}
         self._steps: list[tuple[str, int, int]] = []
+        self.tenant = ""
+        self.model = ""
+        self.status = "500"
         self.started = time.perf_counter()
         self._marked = time.time_ns() if span is not None else 0
+
+    @property
+    def recorded(self) -> bool:
+        """Whether facts are noted at all."""
+        return self._span is not None
 
     def step(self, name: str) -> None:
         """The step called `name` ends now; it began where the one before it ended."""
@@ -135,7 +159,8 @@ class Telemetry:
         self.lookup_seconds = self._histogram("lookup_seconds", "Pool look-ups.", _SECONDS, "pool")
         self.lookup_keys = self._counter("lookup_keys", "Keys asked for in pool look-ups.", "pool")
         self.placements = self._counter("placements", "Placements by reason.", "model", "engine", "reason")
-        self.policy_failures = self._counter("policy_failures", "Placements that the policy failed to make.")
+        self.policy_failures = self._count("policy_failures", "Placements that the policy failed to make.")
+        self.refused = self._count("refused_connections", "Connections that spoke no valid HTTP/1.1.")
         self.retries = self._counter("retries", "Requests given to a spare.", "engine")
         self.failures = self._counter("engine_failures", "Exchanges with engines that failed.", "engine", "cause")
         self.handoffs = self._counter(
@@ -145,12 +170,12 @@ class Telemetry:
             "handoff_seconds", "From a prefill's answer to its last block.", _SECONDS, "model"
         )
 
-    def begin(self, headers: list[tuple[bytes, bytes]]) -> Trace:
+    def begin(self, fields: dict[bytes, bytes]) -> Trace:
         """Start a request's trace, as a child of the client's traceparent where there is one."""
         if self._provider is None:
-            parent = next((value for name, value in headers if name == b"traceparent"), b"")
-            return Trace(None, parent if _TRACEPARENT.fullmatch(parent) else None)
-        context = _PROPAGATOR.extract(headers, getter=_HEADERS)
+            parent = fields.get(b"traceparent")
+            return Trace(None, parent if parent is not None and _TRACEPARENT.fullmatch(parent) else None)
+        context = _PROPAGATOR.extract(fields, getter=_HEADERS)
         return Trace(self._tracer.start_span("moongate.request", context, kind=otel.SpanKind.SERVER), None)
 
     def end(self, trace: Trace) -> None:
@@ -170,11 +195,14 @@ class Telemetry:
         if self._provider is not None:
             self._provider.shutdown()
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"moongate_{name}", text, labels, registry=self._registry)
+    def _count(self, name: str, text: str) -> Counter:
+        return Counter(f"moongate_{name}", text, registry=self._registry)
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
-        return Histogram(f"moongate_{name}", text, labels, buckets=buckets, registry=self._registry)
+    def _counter(self, name: str, text: str, *labels: str) -> Family[Counter]:
+        return Family(Counter(f"moongate_{name}", text, labels, registry=self._registry))
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Family[Histogram]:
+        return Family(Histogram(f"moongate_{name}", text, labels, buckets=buckets, registry=self._registry))
 
 
 class _Gauges(Collector):

@@ -26,7 +26,7 @@ TREE: list[tuple[GatewayError, int, str]] = [
     (BodyTooSlow("m"), 408, "invalid_request_error"),
     (BodyTooLarge(10), 413, "invalid_request_error"),
     (RateLimited("m"), 429, "rate_limit_error"),
-    (Broken("m"), 500, "server_error"),
+    (Broken(), 500, "server_error"),
     (EngineFailed("m"), 502, "server_error"),
     (Unavailable("m"), 503, "server_error"),
     (EngineTimedOut("m"), 504, "timeout"),
