@@ -22,7 +22,8 @@ from connector.simulated.ask import (
     malformed,
 )
 from connector.simulated.engine import Engine
-from connector.simulated.serving import VERSION, Desk, Model, as_json, json_body, request_id
+from connector.simulated.messages import Messages
+from connector.simulated.serving import VERSION, Desk, Model, as_json, check_rank, json_body, request_id
 
 
 class Api:
@@ -44,10 +45,13 @@ class Api:
         self._parses_tools = parses_tools
 
     def app(self) -> Starlette:
+        messages = Messages(self._desk, self._parses_tools)
         return Starlette(
             routes=[
                 Route("/v1/chat/completions", self._refusing(self.chat), methods=["POST"]),
                 Route("/v1/completions", self._refusing(self.completion), methods=["POST"]),
+                Route("/v1/messages", self._refusing(messages.create), methods=["POST"]),
+                Route("/v1/messages/count_tokens", self._refusing(messages.count), methods=["POST"]),
                 Route("/tokenize", self._refusing(self.tokenize), methods=["POST"]),
                 Route("/detokenize", self._refusing(self.detokenize), methods=["POST"]),
                 Route("/v1/models", self.models),
@@ -66,7 +70,7 @@ class Api:
         ask = chat_ask(body, parses_tools=self._parses_tools)
         adapter = self._desk.adapter(ask.model)
         tokens, exact = self._desk.chat_tokens(body)
-        _check_rank(request)
+        check_rank(request)
         prompts = self._desk.prompts([tokens], ask, adapter, exact=exact)
         form = ChatForm(self._desk.heading(request, ask.model), ask)
         return await self._desk.answer(request, prompts, form, stream=ask.stream)
@@ -78,7 +82,7 @@ class Api:
         assert completion.prompt is not None
         several, exact = _several(completion.prompt)
         tokens = [self._desk.completion_tokens({**body, "prompt": one}) for one in several]
-        _check_rank(request)
+        check_rank(request)
         prompts = self._desk.prompts(tokens, ask, adapter, exact=exact)
         texts = [one if isinstance(one, str) else self._model.backend.decode(list(one)) for one in several]
         form = CompletionForm(self._desk.heading(request, ask.model), ask, texts)
@@ -147,12 +151,6 @@ class Api:
             return response
 
         return answer
-
-
-def _check_rank(request: Request) -> None:
-    rank = request.headers.get("x-data-parallel-rank", "")
-    if rank.isdigit() and int(rank) > 0:
-        raise Refusal(f"data_parallel_rank {rank} is out of range [0, 1).")
 
 
 def _several(prompt: str | Sequence[int | str | list[int]]) -> tuple[Sequence[str | list[int]], bool]:

@@ -262,6 +262,13 @@ async def json_body(request: Request) -> dict[str, Any]:
     return body
 
 
+def check_rank(request: Request) -> None:
+    """An engine alone has one rank only. Raises `Refusal`."""
+    rank = request.headers.get("x-data-parallel-rank", "")
+    if rank.isdigit() and int(rank) > 0:
+        raise Refusal(f"data_parallel_rank {rank} is out of range [0, 1).")
+
+
 def request_id(request: Request) -> str | None:
     return request.headers.get("x-request-id", "")[:MAX_ID] or None
 
