@@ -23,6 +23,7 @@ from connector.simulated.ask import (
 )
 from connector.simulated.engine import Engine
 from connector.simulated.messages import Messages
+from connector.simulated.responses import Responses
 from connector.simulated.serving import VERSION, Desk, Model, as_json, check_rank, json_body, request_id
 
 
@@ -46,10 +47,14 @@ class Api:
 
     def app(self) -> Starlette:
         messages = Messages(self._desk, self._parses_tools)
+        responses = Responses(self._desk, parses_tools=self._parses_tools)
         return Starlette(
             routes=[
                 Route("/v1/chat/completions", self._refusing(self.chat), methods=["POST"]),
                 Route("/v1/completions", self._refusing(self.completion), methods=["POST"]),
+                Route("/v1/responses", self._refusing(responses.create), methods=["POST"]),
+                Route("/v1/responses/{name}", self._refusing(responses.retrieve)),
+                Route("/v1/responses/{name}/cancel", self._refusing(responses.cancel), methods=["POST"]),
                 Route("/v1/messages", self._refusing(messages.create), methods=["POST"]),
                 Route("/v1/messages/count_tokens", self._refusing(messages.count), methods=["POST"]),
                 Route("/tokenize", self._refusing(self.tokenize), methods=["POST"]),

@@ -244,7 +244,7 @@ def chat_ask(body: dict[str, Any], *, parses_tools: bool) -> Ask:
     limit = chat.max_completion_tokens if chat.max_completion_tokens is not None else chat.max_tokens
     return replace(
         sampled(chat, chat=True, max_tokens=limit, echo=False),
-        wanted=_tool_due(body) or formed(chat.response_format, chat.structured_outputs),
+        wanted=tool_due(body) or formed(chat.response_format, chat.structured_outputs),
         forced=isinstance(body.get("tool_choice"), dict),
         insisted=body.get("tool_choice") not in (None, "none", "auto"),
         limit_field="max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens",
@@ -413,7 +413,7 @@ def _tool_choice(body: dict[str, Any]) -> None:
         )
 
 
-def _tool_due(body: dict[str, Any]) -> Wanted | None:
+def tool_due(body: dict[str, Any]) -> Wanted | None:
     """The tool to call now: the one that is named, else the first, of own accord once for each user's turn."""
     tools = body.get("tools")
     choice = body.get("tool_choice", "auto" if tools else "none")
