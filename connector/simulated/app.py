@@ -21,10 +21,15 @@ from connector.simulated.ask import (
     completion_ask,
     malformed,
 )
+from connector.simulated.audio import Transcriptions
 from connector.simulated.engine import Engine
 from connector.simulated.messages import Messages
+from connector.simulated.pooling import Vectors
 from connector.simulated.responses import Responses
 from connector.simulated.serving import VERSION, Desk, Model, as_json, check_rank, json_body, request_id
+
+SCORE = ("/score", "/v1/score")
+RERANK = ("/rerank", "/v1/rerank", "/v2/rerank")
 
 
 class Api:
@@ -48,6 +53,8 @@ class Api:
     def app(self) -> Starlette:
         messages = Messages(self._desk, self._parses_tools)
         responses = Responses(self._desk, parses_tools=self._parses_tools)
+        vectors = Vectors(self._desk)
+        audio = Transcriptions(self._desk)
         return Starlette(
             routes=[
                 Route("/v1/chat/completions", self._refusing(self.chat), methods=["POST"]),
@@ -57,6 +64,10 @@ class Api:
                 Route("/v1/responses/{name}/cancel", self._refusing(responses.cancel), methods=["POST"]),
                 Route("/v1/messages", self._refusing(messages.create), methods=["POST"]),
                 Route("/v1/messages/count_tokens", self._refusing(messages.count), methods=["POST"]),
+                Route("/v1/embeddings", self._refusing(vectors.embed), methods=["POST"]),
+                *(Route(path, self._refusing(vectors.score), methods=["POST"]) for path in SCORE),
+                *(Route(path, self._refusing(vectors.rerank), methods=["POST"]) for path in RERANK),
+                Route("/v1/audio/transcriptions", self._refusing(audio.create), methods=["POST"]),
                 Route("/tokenize", self._refusing(self.tokenize), methods=["POST"]),
                 Route("/detokenize", self._refusing(self.detokenize), methods=["POST"]),
                 Route("/v1/models", self.models),

@@ -306,6 +306,18 @@ def check_limits(ask: Ask, prompt: int, exact: bool, max_model_len: int) -> int:
             "Please request fewer output tokens.",
             ask.max_tokens,
         )
+    check_room(prompt, exact=exact, max_model_len=max_model_len)
+    left = max_model_len - prompt
+    limit = left if ask.max_tokens is None else min(left, ask.max_tokens)
+    if limit < 1:
+        raise Refusal.of("max_tokens", f"max_tokens must be at least 1, got {limit}.", limit)
+    if ask.min_tokens > limit:
+        raise Refusal(f"min_tokens must be less than or equal to max_tokens={limit}, got {ask.min_tokens}.")
+    return limit
+
+
+def check_room(prompt: int, *, exact: bool, max_model_len: int) -> None:
+    """Whether the model takes a prompt of so many tokens. Raises `Refusal`."""
     if prompt > max_model_len:
         counted = prompt if exact else max_model_len + 1
         raise Refusal.of(
@@ -315,13 +327,6 @@ def check_limits(ask: Ask, prompt: int, exact: bool, max_model_len: int) -> int:
             "output tokens. Please reduce the length of the input prompt.",
             counted,
         )
-    left = max_model_len - prompt
-    limit = left if ask.max_tokens is None else min(left, ask.max_tokens)
-    if limit < 1:
-        raise Refusal.of("max_tokens", f"max_tokens must be at least 1, got {limit}.", limit)
-    if ask.min_tokens > limit:
-        raise Refusal(f"min_tokens must be less than or equal to max_tokens={limit}, got {ask.min_tokens}.")
-    return limit
 
 
 def flattened(body: dict[str, Any], model: str) -> dict[str, Any]:

@@ -160,14 +160,22 @@ class Desk:
         """Answer as the form has it. Who leaves before the end frees the places at once."""
         if stream:
             return Streamed(lambda: self.events(prompts, form))
-        whole = asyncio.create_task(self.whole(prompts, form))
+        return await self.answer_whole(request, prompts, form.whole)
+
+    async def answer_whole(
+        self, request: Request, prompts: Sequence[Prompt], told: Callable[[Sequence[Chosen]], dict[str, Any]]
+    ) -> Response:
+        """Answer in one piece."""
+        whole = asyncio.create_task(self._whole(prompts, told))
         if await before_leaving(request.receive, whole):
             return as_json(whole.result())
         return Response(status_code=499)
 
-    async def whole(self, prompts: Sequence[Prompt], form: Form) -> dict[str, Any]:
+    async def _whole(
+        self, prompts: Sequence[Prompt], told: Callable[[Sequence[Chosen]], dict[str, Any]]
+    ) -> dict[str, Any]:
         async with self.answering(prompts) as answering:
-            return form.whole(await chosen(answering))
+            return told(await chosen(answering))
 
     async def events(self, prompts: Sequence[Prompt], form: Form) -> AsyncGenerator[bytes]:
         async with self.answering(prompts) as answering:

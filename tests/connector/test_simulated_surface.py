@@ -1,8 +1,11 @@
 """The simulated engine as the makers' own clients see it: nothing is set but the address."""
 
 import asyncio
+import io
 import json
 import threading
+import time
+import wave
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,16 +55,29 @@ class Person(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(model: Model) -> Iterator[str]:
     """One engine behind a real port, in a thread of its own."""
-    model = Model.load(make(tmp_path_factory.mktemp("models") / NAME), names=("tiny",), max_model_len=8192)
-    with Served(model) as served:
+    with Served(model, 0.001) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model.load(make(tmp_path_factory.mktemp("models") / NAME), names=("tiny",), max_model_len=8192)
+
+
+@pytest.fixture(scope="module")
+def slow(model: Model) -> Iterator[str]:
+    """An engine that no request is done with in less than a second."""
+    with Served(model, 1.0, Speed(prefill_tokens_per_second=20, decode_step_seconds=0.05)) as served:
         yield served
 
 
 class Served:
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, time_scale: float, speed: Speed | None = None) -> None:
         self._model = model
+        self._speed = speed or Speed()
+        self._time_scale = time_scale
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
 
@@ -76,7 +92,7 @@ class Served:
 
     async def _serve(self) -> None:
         scheme = HashScheme(Algorithm.SHA256_CBOR, 16)
-        settings = Settings(scheme=scheme, eos=self._model.eos, speed=Speed(), blocks=1024, time_scale=0.001)
+        settings = Settings(scheme, self._model.eos, self._speed, blocks=1024, time_scale=self._time_scale)
         async with Engine(settings, Metrics("tiny", 16, 1024, scheme.algorithm)) as engine:
             config = uvicorn.Config(Api(self._model, engine).app(), port=0, log_level="warning", lifespan="off")
             self._server = uvicorn.Server(config)
@@ -122,7 +138,7 @@ def test_a_chat_calls_its_tool_once_and_then_answers(client: OpenAI) -> None:
     assert first.usage is not None
     assert second.usage is not None
     assert second.usage.prompt_tokens_details is not None
-    said = (first.usage.prompt_tokens + first.usage.completion_tokens - 2) // 16 * 16
+    said = (first.usage.prompt_tokens + first.usage.completion_tokens - 1) // 16 * 16
     assert second.usage.prompt_tokens_details.cached_tokens == said, "the call as it was said stays cached"
 
 
@@ -332,3 +348,92 @@ def test_a_salt_parts_the_cache_everywhere(url: str, path: str, body: dict[str, 
     assert cached("one") == 0
     assert cached("one") > 0
     assert cached("two") == 0
+
+
+def test_a_text_has_a_vector_however_it_is_given_and_told(client: OpenAI, url: str) -> None:
+    texts = ["the engine loads a block", "a block is loaded by the engine", "0123456789"]
+    packed = client.embeddings.create(model="tiny", input=texts)  # base64, unless something else is asked for
+    plain = client.embeddings.create(model="tiny", input=texts, encoding_format="float")
+    vectors = [one.embedding for one in plain.data]
+    assert [one.embedding for one in packed.data] == [pytest.approx(vector) for vector in vectors]
+    assert near(vectors[0], vectors[0]) == pytest.approx(1.0)
+    assert near(vectors[0], vectors[1]) > near(vectors[0], vectors[2])
+    ids = [httpx.post(f"{url}/tokenize", json={"prompt": text}).json()["tokens"] for text in texts]
+    assert plain.usage.prompt_tokens == sum(map(len, ids))
+    for given in (ids[0], ids[:1], texts[0]):
+        again = client.embeddings.create(model="tiny", input=given, encoding_format="float")
+        assert again.data[0].embedding == vectors[0]
+    assert len(client.embeddings.create(model="tiny", input="a", dimensions=8).data[0].embedding) == 8
+    with pytest.raises(openai.BadRequestError):
+        client.embeddings.create(model="tiny", input="a", dimensions=9999)
+    with pytest.raises(openai.BadRequestError):
+        client.embeddings.create(model="tiny", input=[])
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="nope", input="a")
+
+
+def near(one: list[float], other: list[float]) -> float:
+    return sum(a * b for a, b in zip(one, other, strict=True))
+
+
+def test_documents_are_ranked_and_scored(url: str) -> None:
+    query, documents = "where is the block now", ["0123456789", "the block is where it was", "%%%%%%%%%%"]
+    ranked = httpx.post(f"{url}/v1/rerank", json={"query": query, "documents": documents, "top_n": 2}).json()
+    assert list(ranked) == ["id", "model", "usage", "results"]
+    assert len(ranked["results"]) == 2
+    assert ranked["results"][0]["index"] == 1
+    assert ranked["results"][0]["document"] == {"text": documents[1], "multi_modal": None}
+    scored = httpx.post(f"{url}/v1/score", json={"text_1": query, "text_2": documents}).json()
+    assert scored["data"][1] == {"index": 1, "object": "score", "score": ranked["results"][0]["relevance_score"]}
+    assert scored["usage"]["prompt_tokens"] == ranked["usage"]["prompt_tokens"]
+    refused = httpx.post(f"{url}/score", json={"queries": ["a", "b"], "documents": documents})
+    assert refused.status_code == httpx.codes.BAD_REQUEST
+
+
+def test_audio_is_transcribed(client: OpenAI, url: str) -> None:
+    sound = io.BytesIO()
+    with wave.open(sound, "wb") as file:
+        file.setparams((1, 2, 8000, 0, "NONE", ""))
+        file.writeframes(bytes(2 * 8000 * 3))
+    upload = ("sound.wav", sound.getvalue())
+    whole: Any = client.audio.transcriptions.create(model="tiny", file=upload)
+    assert whole.text
+    assert whole.usage.seconds == 3
+    text: Any = client.audio.transcriptions.create(model="tiny", file=upload, response_format="text")
+    assert json.loads(text)["text"] == whole.text, "vLLM tells text as JSON too"
+    verbose = client.audio.transcriptions.create(model="tiny", file=upload, response_format="verbose_json")
+    assert verbose.duration == 3.0
+    pieces: Any = client.audio.transcriptions.create(model="tiny", file=upload, stream=True)
+    assert "".join(piece.choices[0]["delta"]["content"] for piece in pieces) == whole.text
+    streamed = httpx.post(f"{url}/v1/audio/transcriptions", files={"file": upload}, data={"stream": "true"})
+    assert streamed.content.endswith(b"data: [DONE]\n\n")
+    with pytest.raises(openai.BadRequestError, match="response_format"):
+        client.audio.transcriptions.create(model="tiny", file=upload, response_format="srt")
+    assert httpx.post(f"{url}/v1/audio/transcriptions", data={"file": "x"}).status_code == 422
+    assert httpx.post(f"{url}/v1/audio/transcriptions", files={"other": upload}).status_code == 400
+
+
+LONG = "a block of the prefix " * 10
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"messages": USER, "tools": [TOOL]}),
+        ("responses", {"input": LONG}),
+        ("messages", {"model": "tiny", "messages": USER, "max_tokens": 400}),
+        ("embeddings", {"input": LONG}),
+        ("rerank", {"query": LONG, "documents": [LONG]}),
+    ],
+)
+def test_who_leaves_frees_the_place(slow: str, path: str, body: dict[str, Any], *, stream: bool) -> None:
+    asked = {**body, "stream": stream, "cache_salt": f"{path} {stream}".replace("/", " ")}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{slow}/v1/{path}", json=asked, timeout=0.3)
+    running = 'vllm:num_requests_running{engine="0",model_name="tiny"} 0.0'
+    for _ in range(20):
+        if running in httpx.get(f"{slow}/metrics").text and httpx.get(f"{slow}/load").json() == {"server_load": 0}:
+            return
+        time.sleep(0.02)
+    pytest.fail("the engine goes on for nobody")
