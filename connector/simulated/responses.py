@@ -184,6 +184,7 @@ class Responses:
         kept = Kept(made.response("queued"), messages, ended=False)
         self._remember(kept)
         kept.task = asyncio.create_task(self._run(kept, made, prompt))
+        kept.task.add_done_callback(lambda _: kept.tell(ended=True))
         if made.body.stream:
             return Streamed(lambda: kept.follow(-1))
         return as_json(kept.response)
@@ -194,11 +195,8 @@ class Responses:
         def keep(response: dict[str, Any]) -> None:
             kept.response = response
 
-        try:
-            async for event in self._desk.events([prompt], ResponsesForm(made, keep)):
-                kept.tell(event)
-        finally:
-            kept.tell(ended=True)
+        async for event in self._desk.events([prompt], ResponsesForm(made, keep)):
+            kept.tell(event)
 
 
 @dataclass(frozen=True, slots=True)

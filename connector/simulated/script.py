@@ -23,6 +23,8 @@ DEEP = 6
 """Levels after which what may be left out is left out, so that a schema may mention itself."""
 BOTTOM = 40
 """Levels after which even what is required is null: no finite value would do."""
+MANY = 10_000
+"""Values in an answer, and characters in a string, however many are asked for."""
 _OPEN, _NAMED, _CLOSE = '\n<tool_call>\n{"name": ', ', "arguments": ', "}\n</tool_call>"
 _FORMATS = {
     "date-time": "2026-01-02T03:04:05Z",
@@ -81,11 +83,18 @@ class Script:
         return self.words[position] if position < len(self.words) else Word(self.words[-1].token, "")
 
 
+class BadSchema(Exception):
+    """What is no schema."""
+
+
 def script(wanted: Wanted, tokenizer: Tokenizer, saying: Saying) -> Script:
-    """The answer of that form; its strings are of the words that would have been said."""
+    """The answer of that form; its strings are of the words that would have been said. Raises `BadSchema`."""
     if wanted.text is not None:
         return Script(spelled(tokenizer, wanted.text))
-    value = Example(wanted.schema or {}, _words(saying)).value()
+    try:
+        value = Example(wanted.schema or {}, _words(saying)).value()
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:  # anything may stand in it
+        raise BadSchema(f"{type(error).__name__}: {error}") from error
     written = json.dumps(value, ensure_ascii=False)
     if wanted.tool is None:
         return Script(spelled(tokenizer, written))
@@ -113,15 +122,17 @@ class Example:
     def __init__(self, schema: Schema, words: Iterator[str]) -> None:
         self._root = schema
         self._words = words
+        self._left = MANY
 
     def value(self) -> Any:
         """At the top nothing else than an object is expected where no type is told."""
         return self._of(self._root or {"type": "object"}, 0)
 
     def _of(self, schema: object, level: int) -> Any:
-        if level > BOTTOM:
+        self._left -= 1
+        if level > BOTTOM or self._left < 0:
             return None
-        known = self._merged(schema, level)
+        known = self._merged(schema, frozenset())
         if "const" in known:
             return known["const"]
         if known.get("enum"):
@@ -148,26 +159,28 @@ class Example:
             return [self._of(item, level + 1) for item in schema["prefixItems"]]
         least = int(schema.get("minItems", 0))
         count = least if level > DEEP or schema.get("maxItems") == 0 else max(1, least)
-        return [self._of(schema.get("items", {}), level + 1) for _ in range(count)]
+        return [self._of(schema.get("items", {}), level + 1) for _ in range(min(count, max(0, self._left)))]
 
     def _string(self, schema: Schema) -> str:
         if schema.get("format") in _FORMATS:
             return _FORMATS[schema["format"]]
         text = next(self._words)
-        while len(text) < int(schema.get("minLength", 0)):
+        while len(text) < min(MANY, int(schema.get("minLength", 0))):
             text += " " + next(self._words)
         return text[: int(schema.get("maxLength", len(text)))]
 
-    def _merged(self, schema: object, level: int) -> Schema:
-        """A schema with what it refers to and all that must hold at once."""
+    def _merged(self, schema: object, passed: frozenset[str]) -> Schema:
+        """A schema with what it refers to and all that must hold at once; each reference counts once."""
         if not isinstance(schema, Mapping):
             return {}
         parts: list[object] = list(schema.get("allOf") or ())
-        if isinstance(schema.get("$ref"), str):
-            parts.append(self._referred(schema["$ref"]))
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference not in passed:
+            parts.append(self._referred(reference))
+            passed |= {reference}
         merged: dict[str, Any] = {}
-        for part in parts if level <= BOTTOM else ():
-            _add(merged, self._merged(part, level + 1))
+        for part in parts:
+            _add(merged, self._merged(part, passed))
         _add(merged, {name: value for name, value in schema.items() if name not in ("allOf", "$ref")})
         return merged
 

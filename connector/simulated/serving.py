@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from connector.errors import Inexact
 from connector.simulated.answers import Chosen, Form, Heading
 from connector.simulated.ask import Ask, Refusal, check_limits, flattened, malformed
 from connector.simulated.engine import Answering, Engine, Prompt
-from connector.simulated.script import script
+from connector.simulated.script import BadSchema, script
 from connector.simulated.text import Voice
 from connector.tokens import Tokenizer
 
@@ -129,32 +129,37 @@ class Desk:
         self, several: Sequence[Sequence[int]], ask: Ask, adapter: tuple[int, Adapter] | None, *, exact: bool = False
     ) -> list[Prompt]:
         """Every choice of every prompt. `exact` where the client sent ids. Raises `Refusal`."""
-        prompts = []
-        for tokens in several:
-            limit = check_limits(ask, len(tokens), exact, self.model.max_model_len)
-            one = Prompt(
-                tokens=tokens,
-                answer=self.model.voice.answer(tokens),
-                max_tokens=limit,
-                min_tokens=ask.min_tokens,
-                ignore_eos=ask.ignore_eos,
-                stop=ask.stop,
-                stop_token_ids=ask.stop_token_ids,
-                keep_stop=ask.keep_stop,
-                salt=ask.salt,
-                adapter=adapter[1] if adapter else None,
-                lora_id=adapter[0] if adapter else None,
-            )
-            prompts += [self._spoken(one, choice, ask) for choice in range(ask.n)]
-        return prompts
+        model_len = self.model.max_model_len
+        limits = [check_limits(ask, len(tokens), exact, model_len) for tokens in several]
+        return [
+            self._prompt(tokens, choice, limit, ask, adapter)
+            for tokens, limit in zip(several, limits, strict=True)
+            for choice in range(ask.n)
+        ]
 
-    def _spoken(self, prompt: Prompt, choice: int, ask: Ask) -> Prompt:
-        """With what is said to it."""
-        answer = self.model.voice.answer(prompt.tokens, choice)
-        if ask.wanted is None:
-            return replace(prompt, answer=answer)
-        written = script(ask.wanted, self.model.backend, answer)
-        return replace(prompt, answer=written, call=written.call)
+    def _prompt(
+        self, tokens: Sequence[int], choice: int, limit: int, ask: Ask, adapter: tuple[int, Adapter] | None
+    ) -> Prompt:
+        """One choice, with what will be said. Raises `Refusal`."""
+        words = self.model.voice.answer(tokens, choice)
+        try:
+            written = None if ask.wanted is None else script(ask.wanted, self.model.backend, words)
+        except BadSchema as error:
+            raise Refusal(f"Invalid JSON schema: {error}") from error
+        return Prompt(
+            tokens=tokens,
+            answer=written or words,
+            max_tokens=limit,
+            min_tokens=ask.min_tokens,
+            ignore_eos=ask.ignore_eos,
+            stop=ask.stop,
+            stop_token_ids=ask.stop_token_ids,
+            keep_stop=ask.keep_stop,
+            salt=ask.salt,
+            adapter=adapter[1] if adapter else None,
+            lora_id=adapter[0] if adapter else None,
+            call=written.call if written else None,
+        )
 
     async def answer(self, request: Request, prompts: Sequence[Prompt], form: Form, *, stream: bool) -> Response:
         """Answer as the form has it. Who leaves before the end frees the places at once."""

@@ -194,6 +194,15 @@ def test_json_is_json(client: OpenAI, more: Any) -> None:
     assert "extra_body" not in more or fits(content)
 
 
+def test_what_is_no_schema_is_refused(client: OpenAI) -> None:
+    schemas: list[Any] = [{"type": "object", "required": 5}, {"properties": [1], "required": ["a"]}, {"anyOf": 7}]
+    for schema in schemas:
+        with pytest.raises(openai.BadRequestError, match="schema"):
+            client.chat.completions.create(
+                model="tiny", messages=USER, extra_body={"structured_outputs": {"json": schema}}
+            )
+
+
 def test_a_choice_of_texts_is_one_of_them(client: OpenAI) -> None:
     more = {"structured_outputs": {"choice": ["yes", "no"]}}
     answer = client.chat.completions.create(model="tiny", messages=USER, extra_body=more)
