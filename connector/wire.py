@@ -150,7 +150,8 @@ class Answer:
         self._size += len(piece)
 
     def fail(self, error: WireError) -> None:
-        self._error = error
+        if self._error is None:
+            self._error = error
         self.flush()
 
     def flush(self) -> None:

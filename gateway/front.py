@@ -31,6 +31,8 @@ IDLE_SECONDS = 75.0
 """Seconds that a connection may lie idle between two requests."""
 LINGER_SECONDS = 2.0
 """Seconds for which what a refused client still sends is read and dropped, so that it gets to read its answer."""
+LINGER_BYTES = 16 * 1024 * 1024
+"""And bytes."""
 
 Handler = Callable[[Exchange], Coroutine[Any, Any, None]]
 Route = Callable[[str, str], Handler | None]
@@ -76,6 +78,9 @@ class Front(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._deaf:
+            self._bare += len(data)
+            if self._bare > LINGER_BYTES:
+                self.transport.abort()
             return
         if not self._bare and self._exchange is None:
             self._since = self.loop.time()

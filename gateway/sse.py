@@ -109,15 +109,21 @@ class EventStream:
         """The events that are whole with this piece; what is behind them is kept."""
         window = self._tail + piece
         end = max(window.rfind(mark) + len(mark) if mark in window else 0 for mark in _LAST_END)
-        self.torn = end == 0 and self._size + len(piece) > MAX_EVENT
-        cut = end - len(self._tail) if end else len(piece) if self.torn else 0
+        if end:
+            self.torn = False
+            cut = end - len(self._tail)
+        elif self._size + len(piece) > MAX_EVENT:
+            self.torn = True
+            cut = len(piece)
+        else:
+            cut = 0
         data = b"".join((*self._rest, piece[:cut])) if cut else b""
         if cut:
             self._rest, self._size = [], 0
         if after := piece[cut:]:
             self._rest.append(after)
             self._size += len(after)
-        self._tail = window[-3:] if self._rest else b""
+        self._tail = (after if cut else window)[-3:]
         return data
 
     def _read(self, data: bytes) -> bytes:
