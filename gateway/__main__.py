@@ -1,5 +1,6 @@
 """The `moongate` command."""
 
+import gc
 import json
 import logging
 import resource
@@ -42,6 +43,8 @@ def serve(path: Path) -> None:
     host, port = settings.listen.host, settings.listen.port
     if port and (trouble := cannot_listen(host, port)):
         raise click.ClickException(f"cannot listen on port {port} of {host}: {trouble}; listen.port names another")
+    gc.collect()
+    gc.freeze()  # what is there now stays: no collection has to walk through it again
     server = uvicorn.Server(
         uvicorn.Config(
             house.surface,

@@ -6,11 +6,11 @@ messages    Anthropic's messages: message_stop ends a stream
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import orjson
+from msgspec import Struct
 
 from gateway.errors import GatewayError
 
@@ -22,8 +22,7 @@ _ANTHROPIC_TYPES = {400: "invalid_request_error", 401: "authentication_error", 4
                     503: "overloaded_error", 504: "timeout_error"}  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(Struct, frozen=True):
     """Tokens of one request, as its engine counted; None where it does not say."""
 
     prompt: int | None

@@ -40,6 +40,8 @@ Route = Callable[[str, str], Handler | None]
 
 _FRAMING = frozenset({b"host", b"content-length", b"transfer-encoding"})
 _HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]+)(?::[0-9]*)?")
+_HOST_FAULT = "The request must have one Host header, with a host in it."
+_LENGTH_FAULT = "The request's length is ambiguous: send Content-Length, or Transfer-Encoding: chunked."
 _DIGITS = re.compile(rb"[0-9]{1,18}")
 
 
@@ -242,23 +244,28 @@ class Front(HttpToolsProtocol):
 
     def _framed(self) -> tuple[str | None, int | None]:
         """What is wrong with the framing of this request, and the length that it declares."""
-        hosts = [value for name, value in self._framing if name == b"host"]
-        version = self.parser.get_http_version()
-        if len(hosts) > 1 or (not hosts and version == "1.1") or (hosts and not _HOST.fullmatch(hosts[0])):
-            return "The request must have one Host header, with a host in it.", None
-        if b"://" in self.url and not self.url.startswith(b"/") and [urlsplit(self.url).netloc] != hosts:
+        host = length = coding = None
+        for name, value in self._framing:
+            if name == b"host":
+                if host is not None:
+                    return _HOST_FAULT, None
+                host = value
+            elif name == b"content-length":
+                if length is not None or not _DIGITS.fullmatch(value):
+                    return "Content-Length must be one number.", None
+                length = value
+            elif coding is not None or value.lower() != b"chunked":
+                return _LENGTH_FAULT, None
+            else:
+                coding = value
+        old = self.parser.get_http_version() != "1.1"
+        if (host is None and not old) or (host is not None and not _HOST.fullmatch(host)):
+            return _HOST_FAULT, None
+        if not self.url.startswith(b"/") and b"://" in self.url and urlsplit(self.url).netloc != host:
             return "The request's target names another host than its Host header.", None
-        if len(self._framing) == len(hosts):
-            return None, 0
-        lengths = [value for name, value in self._framing if name == b"content-length"]
-        codings = [value for name, value in self._framing if name == b"transfer-encoding"]
-        if codings:
-            if lengths or version == "1.0" or [coding.lower() for coding in codings] != [b"chunked"]:
-                return "The request's length is ambiguous: send Content-Length, or Transfer-Encoding: chunked.", None
-            return None, None
-        if len(lengths) > 1 or not _DIGITS.fullmatch(lengths[0]):
-            return "Content-Length must be one number.", None
-        return None, int(lengths[0])
+        if coding is not None:
+            return (_LENGTH_FAULT, None) if old or length is not None else (None, None)
+        return None, int(length or 0)
 
     def _refuse(self, message: str) -> None:
         """Answer what is no request, and close."""

@@ -12,8 +12,10 @@ an engine's 401 and 403 do not, since the client's key was fine.
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
 
 from connector.blocks import Prefix
 from connector.errors import TimedOut, Unreachable, WireError
@@ -46,13 +48,15 @@ _DROPPED = frozenset(
     }
 )  # fmt: skip
 """Headers of an engine's answer that stay here: hop by hop (RFC 9110, 7.6.1), its own, or ours to set."""
-_PRIVATE = tuple(f'"{field}"'.encode() for field in PRIVATE)
+_PRIVATE = b"_transfer_params"
+"""What the names of private fields have in common."""
+Unpack = Callable[[bytes], bytes]
+"""What decodes the pieces of a compressed answer."""
 _JSON_TYPE = (b"content-type", b"application/json")
 _ASKED = ((b"content-type", b"application/json"), (b"accept-encoding", b"identity"))
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(Struct, frozen=True):
     """An engine to try for a leg."""
 
     engine: str
@@ -62,8 +66,7 @@ class Target:
     """What the client is told of the placement, in x-moongate-route."""
 
 
-@dataclass(frozen=True, slots=True)
-class Leg:
+class Leg(Struct, frozen=True):
     """One request to an engine."""
 
     target: str
@@ -80,8 +83,7 @@ class Leg:
     """What engines are told beside the body: the request's id, the trace."""
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(Struct, frozen=True):
     """What came of a leg."""
 
     engine: str
@@ -109,7 +111,20 @@ class Result:
 class Reply:
     """An engine's answer up to the first byte of its body, or all of it. Give it, or close it."""
 
-    __slots__ = ("answer", "finish", "first", "headers", "lease", "made", "status", "stream", "ttft", "unpack", "usage")
+    __slots__ = (
+        "aborted",
+        "answer",
+        "data",
+        "first",
+        "headers",
+        "lease",
+        "made",
+        "status",
+        "stream",
+        "ttft",
+        "unpack",
+        "usage",
+    )
 
     def __init__(self, lease: Lease, answer: Answer, ttft: float) -> None:
         self.lease = lease
@@ -120,11 +135,13 @@ class Reply:
         self.answer: Answer | None = None
         """Where more of the body comes from."""
         self.stream: EventStream | None = None
-        self.unpack: Callable[[bytes], bytes] | None = None
+        self.unpack: Unpack | None = None
         self.usage: Usage | None = None
         self.made: str | None = None
-        self.finish: frozenset[object] = frozenset()
-        """The finish reasons of its choices."""
+        self.aborted = False
+        """The engine gave the request up."""
+        self.data: Mapping[str, Any] = {}
+        """Of an answer in one piece: its JSON."""
 
     def result(self, error: str | None = None) -> Result:
         stream = self.stream
@@ -203,7 +220,7 @@ class Relay:
             if failure.reply is not None:
                 failure.reply.close()
             raise
-        if reply.status >= 500 or (reply.status < 400 and reply.finish != {"length"}):
+        if reply.status >= 500 or (reply.status < 400 and not _ran_to_length(reply.data)):
             cause = f"status_{reply.status}" if reply.status >= 500 else "prefill_stopped"
             self._telemetry.failures(target.engine, cause).inc()
             reply.close()
@@ -247,10 +264,12 @@ class Relay:
             if answer.status not in ANSWERS:
                 raise LegFailed(f"status_{answer.status}", EngineFailed("The engine gave no answer; try again."))
             kind = answer.header(b"content-type") or b""
+            coding = answer.header(b"content-encoding")
+            unpack = decoder(coding) if coding is not None else None
             if kind.startswith(b"text/event-stream"):
-                reply = await self._stream(leg, lease, answer, sent)
+                reply = await self._stream(leg, lease, answer, sent, unpack)
             else:
-                reply = await self._whole(leg, lease, answer, sent, plain=b"json" not in kind and bool(kind))
+                reply = await self._whole(leg, lease, answer, sent, unpack, plain=b"json" not in kind and bool(kind))
         except Unreachable as error:
             self._fleet.suspect(engine.id, error.detail)
             raise LegFailed("unreachable", EngineFailed("The engine could not be reached; try again.")) from error
@@ -265,9 +284,10 @@ class Relay:
         return _judged(reply)
 
     @staticmethod
-    async def _whole(leg: Leg, lease: Lease, answer: Answer, sent: float, *, plain: bool) -> Reply:
+    async def _whole(
+        leg: Leg, lease: Lease, answer: Answer, sent: float, unpack: Unpack | None, *, plain: bool
+    ) -> Reply:
         """The reply whose JSON is complete; of what is no JSON, with its first bytes."""
-        unpack = decoder(answer.header(b"content-encoding") or b"")
         if plain and answer.status == 200:
             first = await answer.read()
             reply = Reply(lease, answer, time.perf_counter() - sent)
@@ -279,15 +299,14 @@ class Relay:
             body = unpack(body)
             reply.headers = [pair for pair in reply.headers if pair[0] != b"content-encoding"]
         reply.first = body
-        if answer.status == 200 or any(field in body for field in _PRIVATE):
+        if answer.status == 200 or _PRIVATE in body:
             _read(reply, leg.dialect)
         return reply
 
     @staticmethod
-    async def _stream(leg: Leg, lease: Lease, answer: Answer, sent: float) -> Reply:
+    async def _stream(leg: Leg, lease: Lease, answer: Answer, sent: float, unpack: Unpack | None) -> Reply:
         """The reply as soon as something of its stream can go on."""
         stream = EventStream(leg.dialect, hide_usage=leg.hide_usage, fingerprint=lease.engine.fingerprint)
-        unpack = decoder(answer.header(b"content-encoding") or b"")
         first = b""
         while not first and not stream.aborted and (piece := await answer.read()):
             first = stream.feed(piece if unpack is None else unpack(piece))
@@ -411,14 +430,11 @@ def _read(reply: Reply, dialect: Dialect) -> None:
     data = parsed(reply.first)
     if not isinstance(data, dict):
         return
-    if any(data.get(field) is not None for field in PRIVATE):
+    if _PRIVATE in reply.first and any(data.get(field) is not None for field in PRIVATE):
         reply.first = without_private(reply.first)
     reply.usage = usage(data)
-    choices = data.get("choices")
-    if isinstance(choices, list):
-        reply.finish = frozenset(str(c.get("finish_reason")) for c in choices if isinstance(c, dict))
-    if gave_up(data):
-        reply.finish |= {"abort"}
+    reply.aborted = gave_up(data)
+    reply.data = data
     if dialect is Dialect.RESPONSES and isinstance(data.get("id"), str):
         reply.made = data["id"]
 
@@ -431,15 +447,23 @@ def _refused(reply: Reply, dialect: Dialect, stream: EventStream) -> None:
     reply.headers = [_JSON_TYPE]
     told = {"error": error} if dialect is not Dialect.MESSAGES else {"type": "error", "error": error}
     reply.first = json.dumps(told, separators=(",", ":")).encode()
-    if stream.aborted:
-        reply.finish = frozenset({"abort"})
+    reply.aborted = stream.aborted
+
+
+def _ran_to_length(data: Mapping[str, Any]) -> bool:
+    choices = data.get("choices")
+    return (
+        isinstance(choices, list)
+        and bool(choices)
+        and all(isinstance(choice, dict) and choice.get("finish_reason") == "length" for choice in choices)
+    )
 
 
 def _judged(reply: Reply) -> Reply:
     """The reply, if it is the client's. Raises `LegFailed` where another engine may do better."""
     if reply.status in (401, 403):
         raise LegFailed("credentials", EngineFailed("The engine refused the gateway's own credentials."))
-    if "abort" in reply.finish:
+    if reply.aborted:
         raise LegFailed("aborted", EngineFailed("The engine gave the request up; try again."))
     if reply.status in RETRIED or (reply.status == 500 and DRAINING in reply.first):
         raise LegFailed(f"status_{reply.status}", EngineFailed("The engine failed; try again."), reply)

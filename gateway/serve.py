@@ -22,10 +22,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
+from msgspec import Struct
+from msgspec.structs import replace
 
 from connector.blocks import Adapter, Prefix, hash_prompt
 from connector.errors import Inexact
@@ -73,8 +75,7 @@ GLANCED = frozenset(
 """What is read of a body above EXACT_BYTES: parsing all of it would hold everybody up."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(Struct, frozen=True):
     """A parsed request."""
 
     tenant: Tenant
@@ -92,8 +93,7 @@ class Call:
     """Of a body that is no JSON."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(Struct, frozen=True):
     """What is known of a call's prompt."""
 
     tokens: int | None
@@ -108,8 +108,7 @@ class Prompt:
         return self.prefix.reusable * self.prefix.block_size if self.prefix is not None else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """A call, what is known of it, and where it goes."""
 
     call: Call
@@ -119,8 +118,7 @@ class Plan:
     placement: Placement
 
 
-@dataclass(frozen=True, slots=True)
-class Account:
+class Account(Struct, frozen=True):
     """What is left of a plan when its answer begins: what was predicted, and for whom."""
 
     tenant: Tenant
@@ -629,9 +627,10 @@ def _note(trace: Trace, call: Call, prompt: Prompt, residency: Residency | None,
 
 def _among(candidates: Sequence[Candidate], placement: Placement) -> Placement:
     """The placement, if every engine that it names is a candidate."""
-    named = {placement.engine, placement.prefill or placement.engine, *placement.spares}
-    if strange := named.difference(c.id for c in candidates):
-        raise ValueError(f"the policy named engines that are no candidates: {', '.join(map(str, strange))}")
+    known = {candidate.id for candidate in candidates}
+    for name in (placement.engine, placement.prefill or placement.engine, *placement.spares):
+        if name not in known:
+            raise ValueError(f"the policy named an engine that is no candidate: {name}")
     return placement
 
 

@@ -2,9 +2,9 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from hypothesis import given
 from hypothesis import strategies as st
 

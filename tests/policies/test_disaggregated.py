@@ -1,6 +1,6 @@
 """disaggregated: decode first, prefill elsewhere where that is worth a second engine."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 import pytest
 
