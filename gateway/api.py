@@ -14,9 +14,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from connector.vllm import Card
-from gateway.errors import Broken, Forbidden, GatewayError, UnknownModel, error_body
 from gateway.cors import Cors
 from gateway.endpoints import ENDPOINTS, STORED
+from gateway.errors import Broken, Forbidden, GatewayError, UnknownModel, error_body
 from gateway.exchange import request_id
 from gateway.fleet import Fleet
 from gateway.tenants import Tenant, Tenants, bearer_key

@@ -9,8 +9,8 @@ Why not ASGI: on the same bricks a small request costs 41 us of CPU through uvic
 """
 
 import asyncio
-import re
 import random
+import re
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Protocol
@@ -180,7 +180,7 @@ class Exchange:
         if self.task is not None and not self.finished:
             self.task.cancel()
 
-    def paused(self, full: bool) -> None:  # noqa: FBT001 - asyncio's pause_writing and resume_writing
+    def paused(self, full: bool) -> None:
         """The client reads slower than the answer comes, or keeps up again."""
         self._full = full
         if self._throttle is not None:
@@ -262,4 +262,4 @@ def request_id(fields: dict[bytes, bytes]) -> bytes:
     given = fields.get(b"x-request-id")
     if given is not None and _WELL_FORMED_ID.fullmatch(given):
         return given
-    return b"%032x" % random.getrandbits(128)  # noqa: S311 - a name, not a secret
+    return b"%032x" % random.getrandbits(128)

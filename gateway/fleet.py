@@ -128,7 +128,7 @@ class Lease:
         engine.backlog += backlog
         engine.breaker.trying()
 
-    def prefilled(self, computed: bool) -> None:  # noqa: FBT001
+    def prefilled(self, computed: bool) -> None:
         """The first byte is there. If the prompt was computed, the engine holds it."""
         self.engine.backlog -= self._backlog
         self._backlog = 0

@@ -198,7 +198,7 @@ class Relay:
                 if number < last and failure.cause not in OUR_FAULT and self._budget.spend():
                     if failure.reply is not None:
                         failure.reply.close()
-                    self._telemetry.retries(targets[number].engine).inc()
+                    self._telemetry.retries.inc(targets[number].engine)
                     continue
                 if failure.reply is None:
                     raise failure.error from None
@@ -222,7 +222,7 @@ class Relay:
             raise
         if reply.status >= 500 or (reply.status < 400 and not _ran_to_length(reply.data)):
             cause = f"status_{reply.status}" if reply.status >= 500 else "prefill_stopped"
-            self._telemetry.failures(target.engine, cause).inc()
+            self._telemetry.failures.inc(target.engine, cause)
             reply.close()
             raise LegFailed(cause, EngineFailed("The prefill did not run to its end; try again."))
         reply.lease.prefilled(reply.status < 400)
@@ -237,7 +237,7 @@ class Relay:
         try:
             reply = await self._first(leg, lease, deadline)
         except LegFailed as failure:
-            self._telemetry.failures(engine.id, failure.cause).inc()
+            self._telemetry.failures.inc(engine.id, failure.cause)
             if failure.cause in OUR_FAULT:
                 engine.breaker.gave_no_sign()
             else:
@@ -368,7 +368,7 @@ class Relay:
             if cause is None and not stream.done:
                 error, cause = EngineFailed("The engine ended its stream too early."), "no_done"
         if cause is not None:
-            self._telemetry.failures(reply.lease.engine.id, cause).inc()
+            self._telemetry.failures.inc(reply.lease.engine.id, cause)
         if cause == "reader_timeout":
             exchange.drop()
         elif not exchange.finished:
@@ -385,7 +385,7 @@ class Relay:
         if cause is None:
             exchange.finish()
         else:
-            self._telemetry.failures(reply.lease.engine.id, cause).inc()
+            self._telemetry.failures.inc(reply.lease.engine.id, cause)
             exchange.drop()
         return reply.result(cause)
 
@@ -394,7 +394,7 @@ class Relay:
     ) -> tuple[GatewayError | None, str | None]:
         """Copy to the end. Returns what the client must be told where it broke off, and the cause."""
 
-        def hold(full: bool) -> None:  # noqa: FBT001
+        def hold(full: bool) -> None:
             if full:
                 answer.pause()
             else:

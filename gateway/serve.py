@@ -242,7 +242,7 @@ class Serve:
         trace.step("look up")
         job = self._job(call, prompt, residency)
         placement = self._place(job, candidates)
-        self._telemetry.placements(job.model, placement.prefill or placement.engine, placement.reason).inc()
+        self._telemetry.placements.inc(job.model, placement.prefill or placement.engine, placement.reason)
         trace.step("place")
         if trace.recorded:
             _note(trace, call, prompt, residency, placement)
@@ -316,7 +316,7 @@ class Serve:
             except Inexact as error:
                 prompt = Prompt(None, None, None, error.reason)
         if prompt.inexact is not None:
-            self._telemetry.inexact(call.model.name, prompt.inexact).inc()
+            self._telemetry.inexact.inc(call.model.name, prompt.inexact)
         return prompt
 
     def _hash(self, call: Call) -> Prompt:
@@ -356,9 +356,9 @@ class Serve:
             return None
         started = time.perf_counter()
         residency = await pool.master.look_up(prompt.prefix, prompt.keys)
-        self._telemetry.lookup_seconds(pool.name).observe(time.perf_counter() - started)
-        self._telemetry.lookups(pool.name, residency.trouble or "known").inc()
-        self._telemetry.lookup_keys(pool.name).inc(residency.asked)
+        self._telemetry.lookup_seconds.observe(time.perf_counter() - started, pool.name)
+        self._telemetry.lookups.inc(pool.name, residency.trouble or "known")
+        self._telemetry.lookup_keys.add(residency.asked, pool.name)
         if (residency.trouble is None) is (pool.name in self._sick_pools):
             self._tell_of_pool(pool.name, residency.trouble)
         return residency
@@ -417,7 +417,7 @@ class Serve:
         try:
             reply = await self._relay.open(self._answer_leg(decode, headers), targets, deadline)
         except GatewayError:
-            self._telemetry.handoffs(plan.call.model.name, "decode_failed").inc()
+            self._telemetry.handoffs.inc(plan.call.model.name, "decode_failed")
             raise
         return reply, self._account(plan, first.result()) if first is not None else self._account(decode)
 
@@ -436,14 +436,14 @@ class Serve:
                 reply = await self._relay.prefill(leg, target, deadline)
             except LegFailed as failure:
                 failed = failure.error
-                self._telemetry.handoffs(call.model.name, "prefill_failed").inc()
+                self._telemetry.handoffs.inc(call.model.name, "prefill_failed")
                 candidates.remove(chosen)
                 placement = self._place(plan.job, candidates)
             else:
                 return reply
         if not self._bounds.local_prefill:
             raise failed
-        self._telemetry.handoffs(call.model.name, "local_prefill").inc()
+        self._telemetry.handoffs.inc(call.model.name, "local_prefill")
         return None
 
     async def _handed_over(self, plan: Plan) -> bool:
@@ -453,8 +453,8 @@ class Serve:
             return False
         started = time.perf_counter()
         seen = await pool.master.wait_for(prefix.hashes[prefix.reusable - 1], keys, self._bounds.handoff)
-        self._telemetry.handoff_seconds(plan.call.model.name).observe(time.perf_counter() - started)
-        self._telemetry.handoffs(plan.call.model.name, "seen" if seen else "late").inc()
+        self._telemetry.handoff_seconds.observe(time.perf_counter() - started, plan.call.model.name)
+        self._telemetry.handoffs.inc(plan.call.model.name, "seen" if seen else "late")
         return seen
 
     @staticmethod
@@ -521,20 +521,20 @@ class Serve:
         telemetry, tenant, model = self._telemetry, account.tenant, account.job.model
         prefilled = account.prefilled or result
         if account.prefilled is not None and not result.ok:
-            telemetry.handoffs(model, "decode_failed").inc()
+            telemetry.handoffs.inc(model, "decode_failed")
         actual = prefilled.cached_tokens
         if account.predicted and prefilled.status < 400 and actual is not None:
             own, pool = expected(account.job, next(c for c in account.candidates if c.id == prefilled.engine))
-            telemetry.predicted(tenant.name, prefilled.engine, "own").inc(own)
-            telemetry.predicted(tenant.name, prefilled.engine, "pool").inc(pool)
-            telemetry.actual(tenant.name, prefilled.engine).inc(actual)
-            telemetry.error(prefilled.engine).observe(abs(own + pool - actual))
-        telemetry.ttft(model, result.engine).observe(result.ttft)
+            telemetry.predicted.add(own, tenant.name, prefilled.engine, "own")
+            telemetry.predicted.add(pool, tenant.name, prefilled.engine, "pool")
+            telemetry.actual.add(actual, tenant.name, prefilled.engine)
+            telemetry.error.observe(abs(own + pool - actual), prefilled.engine)
+        telemetry.ttft.observe(result.ttft, model, result.engine)
         usage = result.usage
         prompt = usage.prompt if usage is not None and usage.prompt is not None else 0
         completion = usage.completion if usage is not None and usage.completion is not None else 0
-        telemetry.prompt_tokens(tenant.name, model).inc(prompt)
-        telemetry.completion_tokens(tenant.name, model).inc(completion)
+        telemetry.prompt_tokens.add(prompt, tenant.name, model)
+        telemetry.completion_tokens.add(completion, tenant.name, model)
         self._limits.settle(tenant, completion + (prompt if account.job.prompt_tokens is None else 0))
         if trace.recorded:
             trace.fact("moongate.answered_by", result.engine)
@@ -546,7 +546,7 @@ class Serve:
 
     def _settle_left(self, account: Account, result: Result) -> None:
         """The client left a stream: what had gone by is charged, an event as a token."""
-        self._telemetry.completion_tokens(account.tenant.name, account.job.model).inc(result.events)
+        self._telemetry.completion_tokens.add(result.events, account.tenant.name, account.job.model)
         self._limits.settle(account.tenant, result.events)
 
     @staticmethod
@@ -560,8 +560,8 @@ class Serve:
     def _count(self, exchange: Exchange, trace: Trace) -> None:
         """The request is over: its metrics, its span, its line in the access log."""
         seconds = time.perf_counter() - trace.started
-        self._telemetry.requests(trace.tenant, trace.model, trace.status).inc()
-        self._telemetry.seconds(trace.model).observe(seconds)
+        self._telemetry.requests.inc(trace.tenant, trace.model, trace.status)
+        self._telemetry.seconds.observe(seconds, trace.model)
         if self._access_log:
             line = {"request": exchange.request_id.decode(), "tenant": trace.tenant, "model": trace.model,
                     "path": exchange.path, "status": trace.status, "seconds": round(seconds, 4)}  # fmt: skip
