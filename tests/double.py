@@ -2,13 +2,14 @@
 
 A double answers each request with a script, a list of steps that are played on the socket:
 
-    bytes           are written as they stand
+    bytes           are written as they stand, as fast as the peer takes them
     asyncio.Event   is waited for: the test opens the gate, nothing sleeps
     End             closes the connection, resets it, or stays silent for ever
 
 `whole()` and `stream()` make scripts of well-formed answers, and take the framing, the cuts and the
 ends that make them ill-formed. A script without an `End` leaves the connection open for the next
 request. Every request is recorded, and so is the moment when the peer closed while it was answered.
+A script may be endless: it is an iterable, and a step is taken from it when the one before it is done.
 """
 
 import asyncio
@@ -25,6 +26,29 @@ import orjson
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+COUNT_TOKENS = "/v1/messages/count_tokens"
+EMBEDDINGS = "/v1/embeddings"
+TOKENIZE = "/tokenize"
+DETOKENIZE = "/detokenize"
+RERANK = "/v1/rerank"
+SCORE = "/v1/score"
+TRANSCRIPTIONS = "/v1/audio/transcriptions"
+HOT = (
+    CHAT,
+    COMPLETIONS,
+    RESPONSES,
+    MESSAGES,
+    COUNT_TOKENS,
+    EMBEDDINGS,
+    TOKENIZE,
+    DETOKENIZE,
+    RERANK,
+    SCORE,
+    TRANSCRIPTIONS,
+)
+"""What takes a prompt. A double answers the paths below them in the same way."""
 DONE = b"data: [DONE]\n\n"
 
 
@@ -56,6 +80,8 @@ class Call:
     """The peer closed before the answer was over."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
     """Its script has been played."""
+    taken: int = 0
+    """Bytes of the answer that the peer, or its kernel, has taken."""
 
     @property
     def path(self) -> str:
@@ -210,6 +236,8 @@ def refused(status: int, message: str, kind: str = "BadRequestError") -> list[St
 
 def answered(call: Call) -> Script:
     """What a healthy engine says to a hot request."""
+    if call.path not in (CHAT, COMPLETIONS):
+        return whole(200, {"id": "1", "model": "tiny", "usage": usage()})
     body = call.json()
     if not body.get("stream"):
         return whole(200, completed(finish="length" if body.get("max_tokens") == 1 else "stop"))
@@ -228,7 +256,10 @@ class Double:
         self.calls: list[Call] = []
         self.everywhere: Script | None = None
         """Answers every request, whatever it is."""
+        self.host = "127.0.0.1"
         self.port = 0
+        self.idle: float | None = None
+        """Seconds after which a connection without a request is closed."""
         self.connections = 0
         self._open: set[_Connection] = set()
         self._server: asyncio.Server | None = None
@@ -236,7 +267,7 @@ class Double:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     @property
     def open(self) -> int:
@@ -264,7 +295,7 @@ class Double:
     async def start(self) -> None:
         """Listen; on the port it had, if it was stopped before."""
         self._server = await asyncio.get_running_loop().create_server(
-            lambda: _Connection(self), "127.0.0.1", self.port, reuse_address=True
+            lambda: _Connection(self), self.host, self.port, reuse_address=True
         )
         self.port = self._server.sockets[0].getsockname()[1]
 
@@ -294,11 +325,15 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, double: Double) -> None:
         self._double = double
-        self._buffer = b""
+        self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
         self._player: asyncio.Task[None] | None = None
         self._call: Call | None = None
+        self._due: Call | None = None
         self._gone = asyncio.Event()
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._tired: asyncio.TimerHandle | None = None
         self._number = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -310,8 +345,17 @@ class _Connection(asyncio.Protocol):
         if self._player is None:
             self._next()
 
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._gone.set()
+        self._writable.set()
+        if self._tired is not None:
+            self._tired.cancel()
         if self._call is not None:
             self._call.closed.set()
         self._double.lost(self)
@@ -326,18 +370,31 @@ class _Connection(asyncio.Protocol):
 
     def _next(self) -> None:
         """Start on the request that has arrived, if all of it has."""
-        raw_head, mark, rest = self._buffer.partition(b"\r\n\r\n")
-        if not mark:
+        call = self._due or self._headed()
+        if call is None:
             return
-        method, target, _ = raw_head.split(b"\r\n")[0].decode("latin-1").split(" ")
-        call = Call(method, target, raw_head + mark, b"", self._number)
         length = int(call.header("content-length") or 0)
-        if len(rest) < length:
+        if len(self._buffer) < length:
+            self._due = call
             return
-        call.body, self._buffer = rest[:length], rest[length:]
+        self._due = None
+        call.body = bytes(self._buffer[:length])
+        del self._buffer[:length]
+        if self._tired is not None:
+            self._tired.cancel()
         self._call = call
         self._double.record(call)
         self._player = asyncio.create_task(self._play(call))
+
+    def _headed(self) -> Call | None:
+        """The request whose head has arrived, still without its body."""
+        end = self._buffer.find(b"\r\n\r\n") + 4
+        if end < 4:
+            return None
+        head = bytes(self._buffer[:end])
+        del self._buffer[:end]
+        method, target, _ = head.split(b"\r\n")[0].decode("latin-1").split(" ")
+        return Call(method, target, head, b"", self._number)
 
     async def _play(self, call: Call) -> None:
         try:
@@ -348,6 +405,8 @@ class _Connection(asyncio.Protocol):
         finally:
             self._player = self._call = None
             call.over.set()
+        if self._double.idle is not None and self._transport is not None:
+            self._tired = asyncio.get_running_loop().call_later(self._double.idle, self._transport.close)
         self._next()
 
     async def _do(self, step: Step) -> bool:
@@ -356,6 +415,9 @@ class _Connection(asyncio.Protocol):
         if isinstance(step, bytes):
             self._transport.write(step)
             await asyncio.sleep(0)
+            await self._writable.wait()
+            if self._call is not None:
+                self._call.taken += len(step)
         elif isinstance(step, asyncio.Event):
             await self._either(step)
         elif step is End.SILENCE:
@@ -402,7 +464,7 @@ class Engine(Double):
     @property
     def asked(self) -> list[Call]:
         """The hot requests that came."""
-        return [call for call in self.calls if call.path in (CHAT, COMPLETIONS)]
+        return [call for call in self.calls if _hot(call.path)]
 
     def always(self, *steps: Step) -> None:
         """Answer every hot request with these steps."""
@@ -416,7 +478,7 @@ class Engine(Double):
                 return whole(200, {"object": "list", "data": self.cards})
             case "/metrics":
                 return whole(200, self._metrics(), content_type="text/plain; version=0.0.4")
-            case "/v1/chat/completions" | "/v1/completions":
+            case path if _hot(path):
                 return self.scripts.popleft() if self.scripts else self.script(call)
             case _:
                 return whole(404, {"detail": "Not Found"})
@@ -433,6 +495,10 @@ class Engine(Double):
             f"vllm:num_requests_waiting{{{labels}}} {self.waiting}\n"
             f"vllm:kv_cache_usage_perc{{{labels}}} 0.0\n"
         ).encode()
+
+
+def _hot(path: str) -> bool:
+    return path in HOT or path.startswith(f"{RESPONSES}/")
 
 
 class Master(Double):
