@@ -86,6 +86,10 @@ class Client(asyncio.Protocol):
         self._least = EVENTS * len(stamped()) if "stream" in load.body else 1
         self._until = until
         self._numbers = numbers
+        self._head = self._tail = b""
+        self._size = 0
+        self._length: int | None = None
+        """Bytes of the answer, its head too; 0 where it is chunked."""
         self.answered = 0
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
@@ -122,7 +126,7 @@ class Client(asyncio.Protocol):
     def _ask(self) -> None:
         self._head = self._tail = b""
         self._size = 0
-        self._length: int | None = None
+        self._length = None
         if self._numbered:
             number = b"%08d" % next(self._numbers)
             self._transport.write(b"".join((self._before, number, self._after)))

@@ -16,6 +16,7 @@ from gateway.processes import Child, free_port
 
 ROOT = Path(__file__).parents[2]
 KEY = "key-of-the-benchmark"
+TENANT = {"name": "t", "keys": [{"sha256": hashlib.sha256(KEY.encode()).hexdigest()}]}
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -62,7 +63,7 @@ class Stage:
         """A gateway before one engine, whose URL is the pool's master as well; sections add to its configuration."""
         port = free_port()
         path = self._folder / f"{name}.yaml"
-        path.write_text(json.dumps(settings(port, engine, model) | sections))
+        path.write_text(json.dumps({**settings(port, engine, model), **sections}))
         return self.start(name, port, "/ready", [sys.executable, "-m", "gateway", "serve", "--config", path])
 
     def module(self, name: str, health: str, module: str, port: str, *arguments: str) -> Relay:
@@ -84,14 +85,13 @@ def stage() -> Iterator[Stage]:
 
 
 def settings(port: int, engine: str, model: Path | None) -> Mapping[str, object]:
-    digest = hashlib.sha256(KEY.encode()).hexdigest()
     return {
         "listen": {"port": port},
         "secret": "a secret",
         "pools": {"main": {"admin": [engine], "deadline_ms": 200}},
         "models": [{"name": "tiny", "pool": "main", "tokenizer": str(model) if model else None}],
         "engines": {"static": [{"url": engine, "model": "tiny"}]},
-        "tenants": [{"name": "t", "keys": [{"sha256": digest}]}],
+        "tenants": [TENANT],
     }
 
 
