@@ -59,7 +59,7 @@ def fate(seed: int, number: int) -> Fate:
         streamed=leaves == "mid-stream" or (leaves != "whole answer" and chance.random() < 0.6),
         thinks=_LONG if leaves in {"before the head", "whole answer"} else chance.uniform(0, 0.03),
         events=1000 if leaves == "mid-stream" else chance.randrange(10),
-        moment=chance.uniform(0, 0.15),
+        moment=0.15 * chance.random() ** 3,  # often while the gateway has not begun or connects
         reset=chance.random() < 0.5,
         share=chance.random() if leaves == "upload" else 1.0,
     )
