@@ -16,6 +16,7 @@ import struct
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -110,7 +111,7 @@ class Talk:
         with suppress(OSError):  # the gateway may close before it has heard all
             for at, to in zip((0, *said.cuts), (*said.cuts, len(said.data)), strict=True):
                 self._socket.sendall(said.data[at:to])
-                time.sleep(0.0005 if said.cuts else 0)
+                time.sleep(said.pause if to < len(said.data) else 0)
             if said.end == "shut":
                 self._socket.shutdown(socket.SHUT_WR)
         if said.end in {"leave", "reset"}:
@@ -226,6 +227,8 @@ class World:
     log: Path
     neighbour: Neighbour
     aside: list[Talk] = field(default_factory=list)
+    recent: deque[bytes] = field(default_factory=lambda: deque(maxlen=5))
+    """What was said last: what one input broke may show under the next."""
     _read: int = 0
 
     def put_aside(self, talk: Talk) -> None:
@@ -240,7 +243,7 @@ class World:
             log.seek(self._read)
             new = log.read()
         self._read += len(new)
-        assert not TROUBLE.search(new), f"the gateway's log:\n{new.decode(errors='replace')}"
+        assert not TROUBLE.search(new), f"{new.decode(errors='replace')} after {self.recent}"
         assert not any(secret.encode() in new for secret in (CANARY, KEY, OTHER_KEY)), new
         assert not self.neighbour.faults, self.neighbour.faults
 
@@ -329,6 +332,7 @@ def fuzz(
         seed(number)(play)()
         on.settle(judge)
         number += 1
+    print(f"the last seed was {number - 1}")
     on.settle(judge, time.monotonic() + ENDED)
 
 
@@ -360,9 +364,12 @@ def test_odd_clients(tmp_path: Path, tokenizer_folder: Path, seconds: float) -> 
         with world(tmp_path, "tiny", tree) as on:
 
             def do(said: Said) -> None:
+                on.recent.append(said.data[:2000])
                 talk = Talk(said, on.port)
                 if not talk.hear(SILENCE):
                     on.put_aside(talk)
+                if said.end in {"leave", "reset"}:
+                    time.sleep(0.01)  # what that stirs up shows in a while
                 judge_client(talk)
                 on.look()
 
@@ -402,7 +409,7 @@ def test_odd_engines(tmp_path: Path, seconds: float) -> None:
                 body = json.dumps(chat(MARK, model=SICK, stream=play.stream)).encode()
                 head = f"POST {CHAT} HTTP/1.1\r\nhost: gateway\r\nauthorization: Bearer {KEY}\r\n"
                 request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
-                talk = Talk(Said(request, (), "wait", 1), on.port)
+                talk = Talk(Said(request, (), 0, "wait", 1), on.port)
                 assert talk.hear(5), talk.raw
                 judge_engine(talk)
                 on.neighbour.ask()
