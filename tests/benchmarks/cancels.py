@@ -1,9 +1,9 @@
 """Thousands of requests of which half are cancelled at random moments: does anything stay behind?
 
 Clients leave before the head, in the middle of a stream, while a whole answer is computed, while they
-upload, and around the end, by FIN and by RST. Afterwards nothing may be counted as under way, the tenant
-must have its full concurrency again, and the engine must have seen every client leave within a second.
-The exit status is 1 where one of this is not so.
+upload, about the end, and with a second request behind the first, by FIN and by RST. Afterwards nothing
+may be counted as under way, the tenant must have its full concurrency again, and the engine must have seen
+every client leave within a second. The exit status is 1 where one of this is not so.
 """
 
 import argparse
@@ -28,7 +28,9 @@ from tests.double import CHAT, DONE, LAST_CHUNK, Call, Engine, Master, Step, chu
 NOTICE = 1.0
 """Seconds within which a cancel must have reached the engine, and all counts must be zero again."""
 GAUGES = ("engine_requests", "engine_connections", "engine_backlog_tokens")
-LEAVING = ("before the head", "mid-stream", "whole answer", "upload", "about the end")
+LEAVING = ("before the head", "mid-stream", "whole answer", "upload", "about the end", "with another behind")
+SHOWN = 20
+"""Faults that are told of one by one."""
 _LONG = 30.0
 _LINGER = struct.pack("ii", 1, 0)
 
@@ -57,7 +59,9 @@ def fate(seed: int, number: int) -> Fate:
     return Fate(
         leaves=leaves,
         streamed=leaves == "mid-stream" or (leaves != "whole answer" and chance.random() < 0.6),
-        thinks=_LONG if leaves in {"before the head", "whole answer"} else chance.uniform(0, 0.03),
+        thinks=_LONG
+        if leaves in {"before the head", "whole answer", "with another behind"}
+        else chance.uniform(0, 0.03),
         events=1000 if leaves == "mid-stream" else chance.randrange(10),
         moment=0.15 * chance.random() ** 3,  # often while the gateway has not begun or connects
         reset=chance.random() < 0.5,
@@ -97,13 +101,15 @@ class Storm:
         await asyncio.sleep(NOTICE)
         seen = {int(call.json()["user"]) for call in self.engine.asked}
         slowest = 0.0
+        staying: Counter[str] = Counter()
         for number, left in self._left.items():
             if number not in seen:
                 self.told["never reached the engine"] += 1
             elif number not in self._ended:
-                self.faults.append(f"request {number} is still at the engine")
+                staying[fate(self.seed, number).leaves or ""] += 1
             else:
                 slowest = max(slowest, self._ended[number] - left)
+        self.faults += [f"still at the engine: {count} that left {leaves}" for leaves, count in staying.items()]
         if slowest > NOTICE:
             self.faults.append(f"a cancel reached the engine after {slowest:.2f} s")
         async with httpx.AsyncClient(trust_env=False) as client:
@@ -151,6 +157,8 @@ class Storm:
     async def _ask(self, number: int) -> None:
         what = fate(self.seed, number)
         request = self._request(number, stream=what.streamed, filler="x" * (200_000 if what.leaves == "upload" else 20))
+        if what.leaves == "with another behind":
+            request = request.replace(b"connection: close\r\n", b"") * 2
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         writer.write(request[: int(len(request) * what.share)])
         try:
@@ -238,8 +246,10 @@ def main() -> int:
     else:
         rows = [[name, f"{value:g}"] for name, value in found.items() if name != "faults"]
         print(table(["", ""], rows))
-    for fault in found["faults"]:
+    for fault in found["faults"][:SHOWN]:
         say(fault)
+    if len(found["faults"]) > SHOWN:
+        say(f"and {len(found['faults']) - SHOWN} more")
     return bool(found["faults"])
 
 

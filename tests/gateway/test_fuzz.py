@@ -36,7 +36,7 @@ from tests.gateway.house import KEY, OTHER_KEY, chat, settings
 
 T = TypeVar("T")
 
-QUICK, LONG = 30.0, 300.0
+QUICK, LONG = 25.0, 300.0
 """Seconds of each test."""
 SILENCE = 0.05
 """Seconds without a byte after which a connection is set aside, to be looked at again later."""
