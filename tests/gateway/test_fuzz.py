@@ -177,10 +177,10 @@ class Neighbour(threading.Thread):
         self._port = port
         self._model = model
         self._number = 0
-        self._stop_ = threading.Event()
+        self._enough = threading.Event()
 
     def run(self) -> None:
-        while not self._stop_.wait(0.02):
+        while not self._enough.wait(0.02):
             self.ask()
 
     def ask(self) -> None:
@@ -195,7 +195,7 @@ class Neighbour(threading.Thread):
                 self.faults.append(f"a neighbour who said {name} got {status}: {text[:500]!r}")
 
     def stop(self) -> None:
-        self._stop_.set()
+        self._enough.set()
         self.join()
 
 
