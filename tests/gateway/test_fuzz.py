@@ -289,9 +289,9 @@ def running(*doubles: Engine | Master) -> Iterator[None]:
         for double in doubles:
             do(double.start())
         yield
+    finally:
         for double in doubles:
             do(double.stop())
-    finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
@@ -308,10 +308,13 @@ def world(folder: Path, model: str, tree: dict[str, Any]) -> Iterator[World]:
         child.wait_for(f"http://127.0.0.1:{port}/ready", 30)
         neighbour = Neighbour(port, model)
         neighbour.start()
+        on = World(port, child.log, neighbour)
         try:
-            yield World(port, child.log, neighbour)
+            yield on
         finally:
             neighbour.stop()
+            for talk in on.aside:
+                talk.leave()
 
 
 def fuzz(
