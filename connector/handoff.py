@@ -52,19 +52,18 @@ def engine_body(
     `raw` is what the client sent and `body` its parse, an object. `ask_usage` makes a streamed answer end with
     its usage, for the gateway's own account; `model` goes in place of the client's name for it.
     """
-    drop = {field for field in OWNED if field in body}
-    put: dict[str, bytes] = {}
-    if model is not None:
-        drop.add("model")
-        put["model"] = orjson.dumps(model)
+    changes: dict[str, bytes | None] = {field: None for field in OWNED if field in body}
+    added: dict[str, bytes] = {}
     if salt is not None:
-        put["cache_salt"] = orjson.dumps(salt)
+        changes.pop("cache_salt", None)
+        _set(body, changes, added, "cache_salt", orjson.dumps(salt))
+    if model is not None:
+        changes["model"] = orjson.dumps(model)
     if ask_usage and body.get("stream") is True and not wants_usage(body):
-        if "stream_options" in body:
-            drop.add("stream_options")
-        put["stream_options"] = orjson.dumps({**_options(body), "include_usage": True})
-    _unhide(body, drop, put)
-    return spliced(raw, drop, put)
+        asked = orjson.dumps({**_options(body), "include_usage": True})
+        _set(body, changes, added, "stream_options", asked)
+    _unhide(body, changes)
+    return spliced(raw, changes, added)
 
 
 def prefill_body(raw: bytes, body: Mapping[str, Any], salt: str | None, model: str | None = None) -> list[bytes]:
@@ -72,14 +71,17 @@ def prefill_body(raw: bytes, body: Mapping[str, Any], salt: str | None, model: s
 
     `ignore_eos` makes sure that the token is not an end, since a prefill that stops is no prefill.
     """
-    put = {"max_tokens": b"1", "n": b"1", "stream": b"false", "ignore_eos": b"true"}
-    if model is not None:
-        put["model"] = orjson.dumps(model)
+    changes: dict[str, bytes | None] = {name: None for name in body if name in _ANSWER_ONLY or name in OWNED}
+    added: dict[str, bytes] = {}
+    for name, value in (("max_tokens", b"1"), ("n", b"1"), ("stream", b"false"), ("ignore_eos", b"true")):
+        _set(body, changes, added, name, value)
     if salt is not None:
-        put["cache_salt"] = orjson.dumps(salt)
-    drop = {name for name in body if name in _ANSWER_ONLY or name in OWNED or name in put}
-    _unhide(body, drop, put)
-    return spliced(raw, drop, put)
+        changes.pop("cache_salt", None)
+        _set(body, changes, added, "cache_salt", orjson.dumps(salt))
+    if model is not None:
+        changes["model"] = orjson.dumps(model)
+    _unhide(body, changes)
+    return spliced(raw, changes, added)
 
 
 def wants_usage(body: Mapping[str, Any]) -> bool:
@@ -95,9 +97,18 @@ def _options(body: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name != "continuous_usage_stats" or not value}
 
 
-def _unhide(body: Mapping[str, Any], drop: set[str], put: dict[str, bytes]) -> None:
+def _set(
+    body: Mapping[str, Any], changes: dict[str, bytes | None], added: dict[str, bytes], name: str, value: bytes
+) -> None:
+    if name in body:
+        changes[name] = value
+    else:
+        added[name] = value
+
+
+def _unhide(body: Mapping[str, Any], changes: dict[str, bytes | None]) -> None:
     """Take what a client cannot set out of vllm_xargs as well."""
     arguments = body.get("vllm_xargs")
     if isinstance(arguments, dict) and any(field in arguments for field in OWNED):
-        drop.add("vllm_xargs")
-        put["vllm_xargs"] = orjson.dumps({name: value for name, value in arguments.items() if name not in OWNED})
+        kept = {name: value for name, value in arguments.items() if name not in OWNED}
+        changes["vllm_xargs"] = orjson.dumps(kept)

@@ -6,7 +6,7 @@ written anew: the spans of the top-level members are found, and the rest is copi
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import orjson
@@ -58,33 +58,31 @@ def members(raw: bytes) -> Iterator[Member]:
             raise NotAnObject
 
 
-def spliced(raw: bytes, drop: Collection[str], put: Mapping[str, bytes]) -> list[bytes]:
-    """The object without the members named in `drop`, and with those of `put` (JSON values) in front; in parts.
-
-    Nothing but `drop` is looked for: a name of `put` that may stand there already must be dropped too.
+def spliced(raw: bytes, changes: Mapping[str, bytes | None], added: Mapping[str, bytes]) -> list[bytes]:
+    """The object with the members that `changes` names replaced where they stand, or gone (None), and with
+    `added` in front; in parts. Values are JSON. What `added` names must not stand there already.
     """
-    added = b"".join(b"%b:%b," % (orjson.dumps(name), value) for name, value in put.items())
+    front = b"".join(b"%b:%b," % (orjson.dumps(name), value) for name, value in added.items())
     brace = raw.index(b"{") + 1
-    if not drop:
-        return [raw[:brace], added, raw[brace:]] if added else [raw]
-    kept: list[bytes] = []
-    start, last = brace, None
+    if not changes:
+        return [raw[:brace], front, raw[brace:]] if front else [raw]
+    kept = [raw[:brace], front]
+    start, gone = brace, False
     for member in members(raw):
-        last = member
-        if member.name in drop:
+        value = changes.get(member.name, b"")
+        gone = value is None
+        if value is None:
             kept.append(raw[start : member.start])
             start = _skip(_SPACE, raw, member.end)
             if raw[start : start + 1] == b",":
                 start += 1
-    rest = raw[start:]
-    if last is not None and last.name in drop:  # the comma before it separates nothing any more
-        return [raw[:brace], _bare_end(added + b"".join(kept)), rest]
-    return [raw[:brace], added, *kept, rest]
-
-
-def _bare_end(text: bytes) -> bytes:
-    stripped = text.rstrip(b" \t\n\r")
-    return stripped.removesuffix(b",")
+        elif value:
+            kept += (raw[start : member.value], value)
+            start = member.end
+    if gone:  # the comma before the last member separates nothing any more
+        before = b"".join(kept).rstrip(b" \t\n\r")
+        kept = [before[:-1] if before.endswith(b",") else before]
+    return [*kept, raw[start:]]
 
 
 def _value_end(raw: bytes, at: int) -> int:

@@ -471,12 +471,17 @@ class Wire:
     async def _connect(self, deadline: float) -> Connection:
         limit = self.timeouts.connect
         loop = asyncio.get_running_loop()
+        connection = Connection(self)
         try:
             async with asyncio.timeout_at(min(deadline, loop.time() + limit)):
-                _, connection = await loop.create_connection(
-                    lambda: Connection(self), self._host, self._port, ssl=self._tls
-                )
+                await loop.create_connection(lambda: connection, self._host, self._port, ssl=self._tls)
+        except asyncio.CancelledError:
+            connection.abort()
+            self.forget(connection)  # uvloop tells a connection nothing that is cancelled while it is made
+            raise
         except TimeoutError:
+            connection.abort()
+            self.forget(connection)
             if loop.time() >= deadline:
                 raise TimedOut(self.origin, "total", self.timeouts.total) from None
             raise TimedOut(self.origin, "connect", limit) from None

@@ -46,7 +46,7 @@ class Surface(FastAPI):
 
         allowed = self._cors.preflight(fields) if scope["method"] == "OPTIONS" else []
         if allowed:
-            await send({"type": "http.response.start", "status": 204, "headers": allowed})
+            await tagged({"type": "http.response.start", "status": 204, "headers": allowed})
             await send({"type": "http.response.body", "body": b""})
         else:
             await super().__call__(scope, receive, tagged)

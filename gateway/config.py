@@ -91,7 +91,7 @@ def _refuse_unknown(section: type[BaseModel], data: object) -> None:
 
 
 class CorsChoice(Section):
-    origins: list[str] = []
+    origins: Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)] = []
     """Web pages that may call the gateway from a browser, such as https://app.example; `*` is every one."""
 
 

@@ -26,7 +26,6 @@ class Cors:
             return []
         wanted = fields.get(b"access-control-request-headers", b"authorization, content-type")
         return [
-            *allowed,
             (b"access-control-allow-methods", b"GET, POST"),
             (b"access-control-allow-headers", wanted),
             (b"access-control-max-age", b"86400"),

@@ -4,7 +4,7 @@ Clients do: Codex sends zstd whatever the server says. Engines are asked for `id
 """
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import brotli
 import zstandard
@@ -18,6 +18,13 @@ _STEP = 64 * 1024
 _SLICE = 256
 """Bytes of zstd that are inflated at once: a block of 128 KiB takes 4 bytes at least, so 8 MiB come out at most."""
 _WINDOW = 128 * 1024 * 1024
+
+
+_FAULTS = (zlib.error, brotli.error, zstandard.ZstdError, EOFError)
+
+
+class Undecodable(Exception):
+    """A body is not what its Content-Encoding says."""
 
 
 def codings(header: bytes) -> list[str]:
@@ -37,24 +44,32 @@ def decoded(body: bytes, header: bytes, limit: int) -> bytes:
             f"Content-Encoding may be {', '.join(CODINGS)}; send the body in one of them, or plain.",
             accept=", ".join(CODINGS).encode(),
         )
+    try:
+        return unpacked(body, names, limit)
+    except Undecodable:
+        raise BadRequest("The body is not what its Content-Encoding says.") from None
+
+
+def unpacked(body: bytes, names: Sequence[str], limit: int) -> bytes:
+    """A whole body without these codings. Raises `Undecodable` or `BodyTooLarge`."""
     for name in reversed(names):
         try:
             body = _inflated(name, body, limit)
-        except (zlib.error, brotli.error, zstandard.ZstdError, EOFError):
-            raise BadRequest(f"The body is not what its Content-Encoding, {name}, says.") from None
+        except _FAULTS:
+            raise Undecodable from None
     return body
 
 
-def decoder(header: bytes) -> Callable[[bytes], bytes] | None:
-    """What turns the pieces of an engine's answer into the clear; None where its coding is not known here."""
-    names = codings(header)
-    if not names or any(name not in CODINGS for name in names):
-        return None
+def decoder(names: Sequence[str]) -> Callable[[bytes], bytes]:
+    """What turns the pieces of an engine's stream into the clear. It raises `Undecodable` where it cannot."""
     steps = [_pieces(name) for name in reversed(names)]
 
     def feed(piece: bytes) -> bytes:
-        for step in steps:
-            piece = step(piece)
+        try:
+            for step in steps:
+                piece = step(piece)
+        except _FAULTS:
+            raise Undecodable from None
         return piece
 
     return feed
@@ -120,7 +135,7 @@ def _zstd(body: bytes, limit: int) -> bytes:
 def _brotli(body: bytes, limit: int) -> bytes:
     inflater = brotli.Decompressor()
     pieces = [inflater.process(body, output_buffer_limit=_STEP)]
-    size = len(pieces[0])
+    size = _within(len(pieces[0]), limit)
     while not inflater.is_finished():
         pieces.append(inflater.process(b"", output_buffer_limit=_STEP))
         size = _within(size + len(pieces[-1]), limit)

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.cors import Cors
 from gateway.errors import BadRequest
-from gateway.exchange import Exchange
+from gateway.exchange import Exchange, request_id
 
 MAX_HEAD = 64 * 1024
 """Bytes that may come without any of them being of a body."""
@@ -31,7 +31,7 @@ IDLE_SECONDS = 75.0
 """Seconds that a connection may lie idle between two requests."""
 LINGER_SECONDS = 2.0
 """Seconds for which what a refused client still sends is read and dropped, so that it gets to read its answer."""
-LINGER_BYTES = 16 * 1024 * 1024
+LINGER_BYTES = 128 * 1024 * 1024
 """And bytes."""
 
 Handler = Callable[[Exchange], Coroutine[Any, Any, None]]
@@ -160,7 +160,7 @@ class Front(HttpToolsProtocol):
             self._go_on()
             return
         later = self.parser.get_http_version() != "1.0"
-        fields = dict(self.headers)
+        fields = _fields(self.headers)
         more = self.server_state.default_headers
         if self._cors.origins:
             more = [*more, *self._cors.headers(fields.get(b"origin"))]
@@ -254,11 +254,14 @@ class Front(HttpToolsProtocol):
                 if length is not None or not _DIGITS.fullmatch(value):
                     return "Content-Length must be one number.", None
                 length = value
-            elif coding is not None or value.lower() != b"chunked":
+            elif coding is not None or value.strip().lower() != b"chunked":
                 return _LENGTH_FAULT, None
             else:
                 coding = value
-        old = self.parser.get_http_version() != "1.1"
+        version = self.parser.get_http_version()
+        if version not in ("1.1", "1.0"):
+            return "Only HTTP/1.1 is spoken here.", None
+        old = version == "1.0"
         if (host is None and not old) or (host is not None and not _HOST.fullmatch(host)):
             return _HOST_FAULT, None
         if not self.url.startswith(b"/") and b"://" in self.url and urlsplit(self.url).netloc != host:
@@ -269,6 +272,8 @@ class Front(HttpToolsProtocol):
 
     def _refuse(self, message: str) -> None:
         """Answer what is no request, and close."""
+        if self._deaf:
+            return
         self._refused()
         if self._exchange is not None:
             self._exchange.spoil(BadRequest(message))
@@ -278,7 +283,7 @@ class Front(HttpToolsProtocol):
             body = BadRequest(message).body()
             self.send(
                 b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
-                b"content-length: %d\r\n\r\n%b" % (len(body), body)
+                b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n%b" % (request_id({}), len(body), body)
             )
             self.transport.close()
         self._deafen()
@@ -312,6 +317,16 @@ class Front(HttpToolsProtocol):
             self._timer = self.loop.call_later(min(HEAD_SECONDS, self._write), self._look)
         else:
             self.transport.close()
+
+
+def _fields(headers: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+    """The header by name; what stands on several lines is one list (RFC 9110, 5.3)."""
+    fields = dict(headers)
+    if len(fields) < len(headers):
+        fields.clear()
+        for name, value in headers:
+            fields[name] = fields[name] + b", " + value if name in fields else value
+    return fields
 
 
 __all__ = ["Front", "Handler", "Route"]

@@ -21,7 +21,7 @@ from connector.blocks import Prefix
 from connector.errors import TimedOut, Unreachable, WireError
 from connector.wire import Answer
 from gateway.dialects import Dialect, Usage, gave_up, usage
-from gateway.encodings import decoder
+from gateway.encodings import CODINGS, Undecodable, codings, decoder, unpacked
 from gateway.errors import EngineFailed, EngineTimedOut, GatewayError
 from gateway.exchange import Exchange
 from gateway.fleet import Fleet, Lease
@@ -44,14 +44,16 @@ _DROPPED = frozenset(
     {
         b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
         b"trailer", b"transfer-encoding", b"upgrade", b"content-length", b"date", b"server", b"set-cookie",
-        b"www-authenticate", b"x-moongate-route", b"x-request-id",
+        b"www-authenticate", b"x-moongate-route", b"x-request-id", b"access-control-allow-origin",
+        b"access-control-allow-credentials", b"access-control-allow-headers", b"access-control-allow-methods",
+        b"access-control-expose-headers", b"access-control-max-age",
     }
 )  # fmt: skip
 """Headers of an engine's answer that stay here: hop by hop (RFC 9110, 7.6.1), its own, or ours to set."""
 _PRIVATE = b"_transfer_params"
 """What the names of private fields have in common."""
-Unpack = Callable[[bytes], bytes]
-"""What decodes the pieces of a compressed answer."""
+Packed = Sequence[str] | None
+"""The codings of an answer that must be taken off; None where there are none, or one that is not known here."""
 _JSON_TYPE = (b"content-type", b"application/json")
 _ASKED = ((b"content-type", b"application/json"), (b"accept-encoding", b"identity"))
 
@@ -135,7 +137,7 @@ class Reply:
         self.answer: Answer | None = None
         """Where more of the body comes from."""
         self.stream: EventStream | None = None
-        self.unpack: Unpack | None = None
+        self.unpack: Callable[[bytes], bytes] | None = None
         self.usage: Usage | None = None
         self.made: str | None = None
         self.aborted = False
@@ -264,18 +266,19 @@ class Relay:
             if answer.status not in ANSWERS:
                 raise LegFailed(f"status_{answer.status}", EngineFailed("The engine gave no answer; try again."))
             kind = answer.header(b"content-type") or b""
-            coding = answer.header(b"content-encoding")
-            unpack = decoder(coding) if coding is not None else None
+            packed = _packed(answer)
             if kind.startswith(b"text/event-stream"):
-                reply = await self._stream(leg, lease, answer, sent, unpack)
+                reply = await self._stream(leg, lease, answer, sent, packed)
             else:
-                reply = await self._whole(leg, lease, answer, sent, unpack, plain=b"json" not in kind and bool(kind))
+                reply = await self._whole(leg, lease, answer, sent, packed, plain=b"json" not in kind and bool(kind))
         except Unreachable as error:
             self._fleet.suspect(engine.id, error.detail)
             raise LegFailed("unreachable", EngineFailed("The engine could not be reached; try again.")) from error
         except TimedOut as error:
             raise LegFailed(f"{error.phase}_timeout", _too_late(error.phase, error.limit)) from error
-        except WireError as error:
+        except (WireError, Undecodable) as error:
+            if answer is not None:
+                answer.close()
             raise LegFailed("broken", EngineFailed("The engine broke off before it answered; try again.")) from error
         except BaseException:
             if answer is not None:
@@ -284,9 +287,7 @@ class Relay:
         return _judged(reply)
 
     @staticmethod
-    async def _whole(
-        leg: Leg, lease: Lease, answer: Answer, sent: float, unpack: Unpack | None, *, plain: bool
-    ) -> Reply:
+    async def _whole(leg: Leg, lease: Lease, answer: Answer, sent: float, packed: Packed, *, plain: bool) -> Reply:
         """The reply whose JSON is complete; of what is no JSON, with its first bytes."""
         if plain and answer.status == 200:
             first = await answer.read()
@@ -295,8 +296,8 @@ class Relay:
             return reply
         body = await answer.body(MAX_WHOLE)
         reply = Reply(lease, answer, time.perf_counter() - sent)
-        if unpack is not None:
-            body = unpack(body)
+        if packed is not None:
+            body = unpacked(body, packed, MAX_WHOLE)
             reply.headers = [pair for pair in reply.headers if pair[0] != b"content-encoding"]
         reply.first = body
         if answer.status == 200 or _PRIVATE in body:
@@ -304,9 +305,10 @@ class Relay:
         return reply
 
     @staticmethod
-    async def _stream(leg: Leg, lease: Lease, answer: Answer, sent: float, unpack: Unpack | None) -> Reply:
+    async def _stream(leg: Leg, lease: Lease, answer: Answer, sent: float, packed: Packed) -> Reply:
         """The reply as soon as something of its stream can go on."""
         stream = EventStream(leg.dialect, hide_usage=leg.hide_usage, fingerprint=lease.engine.fingerprint)
+        unpack = decoder(packed) if packed is not None else None
         first = b""
         while not first and not stream.aborted and (piece := await answer.read()):
             first = stream.feed(piece if unpack is None else unpack(piece))
@@ -405,7 +407,7 @@ class Relay:
             await answer.pour(copy)
         except TimedOut as error:
             return _too_late(error.phase, error.limit), f"{error.phase}_timeout"
-        except WireError:
+        except (WireError, Undecodable):
             return EngineFailed("The engine broke off in the middle of its answer."), "broken"
         except _GaveUp:
             return EngineFailed("The engine gave the request up."), "aborted"
@@ -423,6 +425,12 @@ def _passing(answer: Answer) -> list[tuple[bytes, bytes]]:
         return [pair for pair in answer.headers if pair[0] not in _DROPPED]
     dropped = _DROPPED.union(name.strip() for name in named.lower().split(b","))
     return [pair for pair in answer.headers if pair[0] not in dropped]
+
+
+def _packed(answer: Answer) -> Packed:
+    header = answer.header(b"content-encoding")
+    names = codings(header) if header is not None else None
+    return None if names is None or any(name not in CODINGS for name in names) else names
 
 
 def _read(reply: Reply, dialect: Dialect) -> None:

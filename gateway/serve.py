@@ -68,6 +68,9 @@ INLINE_BYTES = 16 * 1024
 EXACT_BYTES = 8 * 1024 * 1024
 """Bodies above this many bytes are placed by load: no context is so long, and tokens take a hundredfold of memory."""
 
+SHALLOW = 250
+"""Brackets in a body up to which it cannot be nested too deeply."""
+
 GLANCED = frozenset(
     {"model", "stream", "stream_options", "cache_salt", "kv_transfer_params", "ec_transfer_params", "vllm_xargs",
      "previous_response_id"}
@@ -590,7 +593,17 @@ async def _object(raw: bytes) -> Mapping[str, Any]:
         raise BadRequest(f"The body is not JSON: line {error.lineno}, column {error.colno}.") from None
     if not isinstance(body, dict):
         raise BadRequest("The body must be a JSON object.")
+    if raw.count(b"[") + raw.count(b"{") >= SHALLOW:
+        _check_depth(body)
     return body
+
+
+def _check_depth(body: Mapping[str, Any]) -> None:
+    """Refuse what is nested more deeply than engines read: orjson reads 1,024 levels and writes 254."""
+    try:
+        orjson.dumps(body)
+    except orjson.JSONEncodeError:
+        raise BadRequest(f"The body is nested too deeply; {SHALLOW} levels are certain to pass.") from None
 
 
 def _glance(raw: bytes) -> Mapping[str, Any]:

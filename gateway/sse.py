@@ -209,7 +209,7 @@ def parsed(text: bytes) -> Any:
 def without_private(body: bytes) -> bytes:
     """The JSON object without what is private between engines."""
     try:
-        return b"".join(spliced(body, PRIVATE, {}))
+        return b"".join(spliced(body, dict.fromkeys(PRIVATE), {}))
     except NotAnObject:
         return b"{}"
 
@@ -217,7 +217,7 @@ def without_private(body: bytes) -> bytes:
 def _rewritten(event: bytes, payload: bytes, *, drop: list[str]) -> bytes:
     """The event with some fields of its data cut out."""
     try:
-        data = b"".join(spliced(payload, drop, {}))
+        data = b"".join(spliced(payload, dict.fromkeys(drop), {}))
     except NotAnObject:
         return b""
     names = [line for line in _LINE.split(event) if line and not line.startswith(b"data:")]
