@@ -108,7 +108,7 @@ class Exchange:
         self._limit = limit
         self._wanted = True
         self._take(self._size if self._declared is None else self._declared)
-        if not self._complete and self._fault is None:
+        if not self._complete and self._size <= limit and self._fault is None:
             await self._arrive(seconds)
         if self._fault is not None:
             raise self._fault

@@ -42,6 +42,7 @@ _FRAMING = frozenset({b"host", b"content-length", b"transfer-encoding"})
 _HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]+)(?::[0-9]*)?")
 _HOST_FAULT = "The request must have one Host header, with a host in it."
 _LENGTH_FAULT = "The request's length is ambiguous: send Content-Length, or Transfer-Encoding: chunked."
+_VERSION_FAULT = "Send the request in HTTP/1.1."
 _DIGITS = re.compile(rb"[0-9]{1,18}")
 
 
@@ -92,9 +93,11 @@ class Front(HttpToolsProtocol):
         except httptools.HttpParserUpgrade:
             self._deafen()  # no other protocol is spoken here; what was asked is answered as HTTP/1.1
         except httptools.HttpParserError:
-            self._refuse("This is not a valid HTTP/1.1 request.")
-        if self._bare > MAX_HEAD and not self._deaf:
+            self._refuse("The request is not valid HTTP/1.1.")
+        if self._bare > MAX_HEAD:
             self._refuse("The request's head or trailer is too large.")
+        elif self._bare and not self._busy and self.parser.get_http_version() == "0.9":
+            self._refuse(_VERSION_FAULT)  # its line is all there is of it
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
@@ -146,6 +149,8 @@ class Front(HttpToolsProtocol):
         if self._deaf:
             return
         fault, declared = self._framed()
+        if self.parser.should_upgrade() and self._get_upgrade() == b"websocket":
+            fault = "No WebSocket is spoken here; streams are server-sent events."
         if fault is not None:
             self._refuse(fault)
             return
@@ -260,7 +265,7 @@ class Front(HttpToolsProtocol):
                 coding = value
         version = self.parser.get_http_version()
         if version not in ("1.1", "1.0"):
-            return "Only HTTP/1.1 is spoken here.", None
+            return _VERSION_FAULT, None
         old = version == "1.0"
         if (host is None and not old) or (host is not None and not _HOST.fullmatch(host)):
             return _HOST_FAULT, None
