@@ -59,7 +59,7 @@ def members(raw: bytes) -> Iterator[Member]:
 
 
 def spliced(raw: bytes, changes: Mapping[str, bytes | None], added: Mapping[str, bytes]) -> list[bytes]:
-    """The object with the members that `changes` names replaced where they stand, or gone (None), and with
+    """The object with the members that `changes` names replaced where they first stand, or gone (None), and with
     `added` in front; in parts. Values are JSON. What `added` names must not stand there already.
     """
     front = b"".join(b"%b:%b," % (orjson.dumps(name), value) for name, value in added.items())
@@ -68,8 +68,11 @@ def spliced(raw: bytes, changes: Mapping[str, bytes | None], added: Mapping[str,
         return [raw[:brace], front, raw[brace:]] if front else [raw]
     kept = [raw[:brace], front]
     start, gone = brace, False
+    left = dict(changes)
     for member in members(raw):
-        value = changes.get(member.name, b"")
+        value = left.get(member.name, b"")
+        if value:
+            left[member.name] = None  # a second member of the name would win
         gone = value is None
         if value is None:
             kept.append(raw[start : member.start])

@@ -42,6 +42,8 @@ _FRAMING = frozenset({b"host", b"content-length", b"transfer-encoding"})
 _HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]+)(?::[0-9]*)?")
 _HOST_FAULT = "The request must have one Host header, with a host in it."
 _LENGTH_FAULT = "The request's length is ambiguous: send Content-Length, or Transfer-Encoding: chunked."
+_SIMPLE = re.compile(rb"[A-Z]+ [^ \r\n]*\r?\n")
+"""A request line of HTTP/0.9, which is the whole request; the parser would wait for a header."""
 _VERSION_FAULT = "Send the request in HTTP/1.1."
 _DIGITS = re.compile(rb"[0-9]{1,18}")
 
@@ -96,7 +98,7 @@ class Front(HttpToolsProtocol):
             self._refuse("The request is not valid HTTP/1.1.")
         if self._bare > MAX_HEAD:
             self._refuse("The request's head or trailer is too large.")
-        elif self._bare and not self._busy and self.parser.get_http_version() == "0.9":
+        elif self._bare and not self._busy and _SIMPLE.match(data):
             self._refuse(_VERSION_FAULT)  # its line is all there is of it
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -317,9 +319,12 @@ class Front(HttpToolsProtocol):
         if now - self._stuck >= self._write:
             self.transport.abort()
             return
-        limit = IDLE_SECONDS if self._served and not self._bare else HEAD_SECONDS
-        if self._busy or unsent or self._since + limit > now:
-            self._timer = self.loop.call_later(min(HEAD_SECONDS, self._write), self._look)
+        wait = min(HEAD_SECONDS, self._write)
+        if not self._busy and not unsent:
+            limit = IDLE_SECONDS if self._served and not self._bare else HEAD_SECONDS
+            wait = self._since + limit - now
+        if wait > 0:
+            self._timer = self.loop.call_later(wait, self._look)
         else:
             self.transport.close()
 

@@ -383,6 +383,11 @@ def judge_engine(talk: Talk) -> None:
     """What may be answered to a plain client where the engine is odd."""
     assert talk.malformed is None, (talk.malformed, talk.raw)
     assert CANARY.encode() not in talk.raw
+    if not talk.answers:  # what is neither JSON nor events goes on as it comes, and is broken off where it breaks
+        head = talk.raw.partition(b"\r\n\r\n")[0]
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert not re.search(rb"content-type: [^\r]*(?:json|event-stream)", head), talk.raw
+        return
     assert len(talk.answers) == 1, talk.raw
     (answer,) = talk.answers
     assert not any(fault in answer.body for fault in OWN_FAULTS), answer
