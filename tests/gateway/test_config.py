@@ -14,7 +14,13 @@ DIGEST = "ab" * 32
 OTHER = "cd" * 32
 MINIMAL: dict[str, Any] = {"models": [{"name": "tiny"}], "auth": {"mode": "none"}}
 FULL: dict[str, Any] = {
-    "listen": {"host": "0.0.0.0", "port": 9000, "max_body_bytes": 1000},
+    "listen": {
+        "host": "0.0.0.0",
+        "port": 9000,
+        "max_body_bytes": 1000,
+        "max_held_bytes": 5000,
+        "cors": {"origins": ["https://app.example"]},
+    },
     "admin": {"key": "canary-admin"},
     "auth": {"mode": "keys"},
     "secret": "canary-secret",
