@@ -122,9 +122,10 @@ def test_spelled_out(raw: bytes, drop: set[str], put: dict[str, bytes], out: byt
     "raw",
     [
         b"", b" ", b"[]", b'[{"a":1}]', b'"{"', b"1", b"null", b"\xef\xbb\xbf{}", b"\x0b{}",
-        '{"a":1}'.encode("utf-16"), '{"a":1}'.encode("utf-16-be"), b"{", b'{"', b'{"a', b'{"a"', b'{"a":', b'{"a":1', b'{"a":1,', b'{"a":"',
-        b'{"a":"\\', b'{"a":[', b'{"a":[[]', b'{"a":{"b":"}"', b'{"a":}', b'{"a":1"b":2}', b'{"a" 1}', b"{a:1}", b"{'a':1}",
-        b"{1:1}", b'{"\\x":1}', b'{"\\ud800":1}', b'{"\xff":1}', b'{"a\n":1}', b"{,}", b'{,"a":1}', b'{"a":1;"b":2}', b'{"a":1]',
+        '{"a":1}'.encode("utf-16"), '{"a":1}'.encode("utf-16-be"), b"{", b'{"', b'{"a', b'{"a"', b'{"a":',
+        b'{"a":1', b'{"a":1,', b'{"a":"', b'{"a":"\\', b'{"a":[', b'{"a":[[]', b'{"a":{"b":"}"', b'{"a":}',
+        b'{"a":1"b":2}', b'{"a" 1}', b"{a:1}", b"{'a':1}", b"{1:1}", b'{"\\x":1}', b'{"\\ud800":1}',
+        b'{"\xff":1}', b'{"a\n":1}', b"{,}", b'{,"a":1}', b'{"a":1;"b":2}', b'{"a":1]',
     ],
 )  # fmt: skip
 def test_what_is_no_object(raw: bytes) -> None:
