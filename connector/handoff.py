@@ -43,6 +43,8 @@ _ANSWER_ONLY = frozenset(
     }
 )
 
+_PREFILL = {"max_tokens": b"1", "n": b"1", "stream": b"false", "ignore_eos": b"true"}
+
 
 def engine_body(
     raw: bytes, body: Mapping[str, Any], *, salt: str | None, ask_usage: bool, model: str | None = None
@@ -69,11 +71,12 @@ def engine_body(
 def prefill_body(raw: bytes, body: Mapping[str, Any], salt: str | None, model: str | None = None) -> list[bytes]:
     """The body for a prefill leg: the same prompt, one token, no stream, whatever ends early left out.
 
-    `ignore_eos` makes sure that the token is not an end, since a prefill that stops is no prefill.
+    `ignore_eos` makes sure that the token is not an end, since a prefill that stops is no prefill. `body` may be
+    a part of the whole: what it does not tell of goes as well.
     """
-    changes: dict[str, bytes | None] = {name: None for name in body if name in _ANSWER_ONLY or name in OWNED}
+    changes: dict[str, bytes | None] = dict.fromkeys((*_ANSWER_ONLY, *OWNED, *_PREFILL))
     added: dict[str, bytes] = {}
-    for name, value in (("max_tokens", b"1"), ("n", b"1"), ("stream", b"false"), ("ignore_eos", b"true")):
+    for name, value in _PREFILL.items():
         _set(body, changes, added, name, value)
     if salt is not None:
         changes.pop("cache_salt", None)

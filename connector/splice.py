@@ -13,7 +13,8 @@ import orjson
 
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _MARK = re.compile(rb'["\[\]{}]')
-_SCALAR = re.compile(rb"[^,}\]\s]++")
+_SCALAR = re.compile(rb"[-+.\w]++")
+_OPEN = re.compile(rb"[ \t\n\r]*+\{")
 _SPACE = re.compile(rb"[ \t\n\r]*+")
 _COLON = re.compile(rb"[ \t\n\r]*+:[ \t\n\r]*+")
 
@@ -37,10 +38,7 @@ def members(raw: bytes) -> Iterator[Member]:
 
     Values are passed over by their brackets and quotes, not checked.
     """
-    at = _skip(_SPACE, raw, 0)
-    if raw[at : at + 1] != b"{":
-        raise NotAnObject
-    at = _skip(_SPACE, raw, at + 1)
+    at = _skip(_SPACE, raw, _skip(_OPEN, raw, 0))
     while raw[at : at + 1] != b"}":
         start = at
         at = _skip(_STRING, raw, at)
@@ -60,10 +58,14 @@ def members(raw: bytes) -> Iterator[Member]:
 
 def spliced(raw: bytes, changes: Mapping[str, bytes | None], added: Mapping[str, bytes]) -> list[bytes]:
     """The object with the members that `changes` names replaced where they first stand, or gone (None), and with
-    `added` in front; in parts. Values are JSON. What `added` names must not stand there already.
+    `added` in front; in parts. Values are JSON. What `added` names must not stand there, or be gone. Raises
+    `NotAnObject`.
     """
-    front = b"".join(b"%b:%b," % (orjson.dumps(name), value) for name, value in added.items())
-    brace = raw.index(b"{") + 1
+    brace = _skip(_OPEN, raw, 0)
+    front = b",".join(b"%b:%b" % (orjson.dumps(name), value) for name, value in added.items())
+    first = _skip(_SPACE, raw, brace)
+    if front and raw[first : first + 1] != b"}":
+        front += b","
     if not changes:
         return [raw[:brace], front, raw[brace:]] if front else [raw]
     kept = [raw[:brace], front]

@@ -107,7 +107,7 @@ def _count(value: object) -> int | None:
 
 
 def _anthropic(error: GatewayError) -> bytes:
-    kind = _ANTHROPIC_TYPES.get(error.status, "api_error")
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return orjson.dumps({"type": "error", "error": {"type": kind, "message": error.message}})
 
 

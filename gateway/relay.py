@@ -26,7 +26,7 @@ from gateway.errors import EngineFailed, EngineTimedOut, GatewayError
 from gateway.exchange import Exchange
 from gateway.fleet import Fleet, Lease
 from gateway.limits import Budget
-from gateway.sse import PRIVATE, EventStream, parsed, without_private
+from gateway.sse import EventStream, holds_private, parsed, without_private
 from gateway.trace import Telemetry
 
 MAX_WHOLE = 64 * 1024 * 1024
@@ -438,7 +438,7 @@ def _read(reply: Reply, dialect: Dialect) -> None:
     data = parsed(reply.first)
     if not isinstance(data, dict):
         return
-    if _PRIVATE in reply.first and any(data.get(field) is not None for field in PRIVATE):
+    if _PRIVATE in reply.first and holds_private(data):
         reply.first = without_private(reply.first)
     reply.usage = usage(data)
     reply.aborted = gave_up(data)

@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-from connector.splice import NotAnObject, spliced
+from connector.splice import NotAnObject, members, spliced
 from gateway.dialects import DONE, Dialect, Usage, gave_up, usage
 
 MAX_EVENT = 1024 * 1024
@@ -80,13 +80,15 @@ class EventStream:
 
     def feed(self, piece: bytes) -> bytes:
         """Take a piece, return what may go on."""
+        if self.aborted:
+            return b""
         if not self._rest and piece.endswith(b"\n\n"):
             data = piece
         else:
             data = self._whole(piece)
             if not data:
                 return b""
-        self.events += data.count(b"\ndata:") + 1
+        self.events += data.count(b"\ndata:") + data.startswith(b"data:")
         for word in self._words:
             if word in data:
                 return self._read(data)
@@ -102,7 +104,9 @@ class EventStream:
         """
         data = b"".join(self._rest)
         self._rest, self._size, self._tail = [], 0, b""
+        held, self._held = self._held, []
         last = self._read(data) if data else b""
+        self._held = held
         return self._let_go() + (last if self.done else b"")
 
     def _whole(self, piece: bytes) -> bytes:
@@ -162,16 +166,17 @@ class EventStream:
         self.aborted = self.aborted or gave_up(data)
         self.done = self.done or self.dialect.ends(data)
         self.usage = _fuller(self.usage, usage(data))
-        if self.dialect is Dialect.RESPONSES and isinstance(data.get("response"), dict):
-            self.made = data["response"].get("id", self.made)
+        response = data.get("response")
+        if self.dialect is Dialect.RESPONSES and isinstance(response, dict) and isinstance(response.get("id"), str):
+            self.made = response["id"]
         if self.aborted:
             return b""
         if self._hide_usage and data.get("choices") == [] and isinstance(data.get("usage"), dict):
             self._fingerprint.learn(data.get("system_fingerprint"))
             out.insert(0, self._let_go())
             return b""
-        if private := [field for field in PRIVATE if data.get(field) is not None]:
-            event = _rewritten(event, payload, drop=private)
+        if holds_private(data):
+            event = _rewritten(event, without_private(payload))
         if self._hide_usage and _FINISHED.search(payload):
             if not self._fingerprint.known:
                 self._held += [*out, event]
@@ -206,22 +211,28 @@ def parsed(text: bytes) -> Any:
         return None
 
 
+def holds_private(data: Mapping[str, Any]) -> bool:
+    """Whether an answer, or the response that an event tells of, says what is private between engines."""
+    response = data.get("response")
+    holders = (data, response) if isinstance(response, dict) else (data,)
+    return any(holder.get(field) is not None for holder in holders for field in PRIVATE)
+
+
 def without_private(body: bytes) -> bytes:
     """The JSON object without what is private between engines."""
+    gone: dict[str, bytes | None] = dict.fromkeys(PRIVATE)
     try:
-        return b"".join(spliced(body, dict.fromkeys(PRIVATE), {}))
+        inner = [body[m.value : m.end] for m in members(body) if m.name == "response"]
+        changes = gone | {"response": b"".join(spliced(value, gone, {})) for value in inner if value.startswith(b"{")}
+        return b"".join(spliced(body, changes, {}))
     except NotAnObject:
         return b"{}"
 
 
-def _rewritten(event: bytes, payload: bytes, *, drop: list[str]) -> bytes:
-    """The event with some fields of its data cut out."""
-    try:
-        data = b"".join(spliced(payload, dict.fromkeys(drop), {}))
-    except NotAnObject:
-        return b""
+def _rewritten(event: bytes, payload: bytes) -> bytes:
+    """The event with other data."""
     names = [line for line in _LINE.split(event) if line and not line.startswith(b"data:")]
-    return b"\n".join([*names, *(b"data: " + line for line in data.split(b"\n")), b"", b""])
+    return b"\n".join([*names, *(b"data: " + line for line in payload.split(b"\n")), b"", b""])
 
 
 def _fuller(before: Usage | None, now: Usage | None) -> Usage | None:
