@@ -279,10 +279,11 @@ class Double:
         raise NotImplementedError
 
     async def arrival(self, path: str, number: int = 1) -> Call:
-        """The request number `number` for a path, once it is there."""
-        while len(found := [call for call in self.calls if call.path == path]) < number:
-            self._arrived.clear()
-            await self._arrived.wait()
+        """The request number `number` for a path, once it is there. Fails where none comes."""
+        async with asyncio.timeout(10):
+            while len(found := [call for call in self.calls if call.path == path]) < number:
+                self._arrived.clear()
+                await self._arrived.wait()
         return found[number - 1]
 
     async def __aenter__(self) -> Self:

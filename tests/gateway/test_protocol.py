@@ -37,15 +37,9 @@ from tests.double import (
 )
 from tests.gateway.heard import Heard, hear, refusal, serves_on
 from tests.gateway.house import KEY, OTHER_KEY, House, Street, chat, digest, events, eventually
+from tests.gateway.sending import saying
 
 pytestmark = pytest.mark.usefixtures("calm")
-
-
-async def saying(street: Street, *steps: Step, **sections: Any) -> tuple[Engine, House]:
-    """A gateway before an engine that always says this."""
-    engine = await street.engine()
-    engine.always(*steps)
-    return engine, await street.house(engine, **sections)
 
 
 # Streams are bytes
