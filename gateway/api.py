@@ -16,7 +16,8 @@ from starlette.types import Receive, Scope, Send
 from connector.vllm import Card
 from gateway.cors import Cors
 from gateway.endpoints import ENDPOINTS, STORED
-from gateway.errors import Broken, Forbidden, GatewayError, UnknownModel, error_body
+from gateway.dialects import Dialect
+from gateway.errors import Broken, Forbidden, GatewayError, UnknownModel, UnknownPath, WrongMethod
 from gateway.exchange import request_id
 from gateway.fleet import Fleet
 from gateway.tenants import Tenant, Tenants, bearer_key
@@ -117,17 +118,16 @@ def _errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
-        headers = dict(error.headers or {})
         path, method = request.scope["path"], request.scope["method"]
-        stored = STORED.fullmatch(path)
-        if path in ENDPOINTS or stored is not None:
+        endpoint, stored = ENDPOINTS.get(path), STORED.fullmatch(path)
+        if endpoint is not None or stored is not None:
             allow = "GET" if stored is not None and not stored[2] else "POST"
-            error, headers = (HTTPException(405), {"allow": allow}) if method != allow else (HTTPException(404), {})
-        message = {
-            404: "There is no such endpoint here; see the README for those that there are.",
-            405: f"This endpoint does not take {request.method}.",
-        }.get(error.status_code, error.detail)
-        return Response(error_body(message, "invalid_request_error"), error.status_code, headers, "application/json")
+        else:
+            allow = "" if error.status_code == 404 else (error.headers or {}).get("allow", "GET")
+        told: GatewayError = WrongMethod(allow) if allow and method != allow else UnknownPath()
+        dialect = endpoint.dialect if endpoint is not None else Dialect.CHAT
+        headers = {name.decode(): value.decode() for name, value in told.headers}
+        return Response(dialect.refusal(told), told.status, headers, "application/json")
 
 
 def _cards(fleet: Fleet, tenant: Tenant) -> dict[str, Card]:

@@ -4,8 +4,10 @@ GatewayError
 |-- BadRequest        400 invalid_request_error
 |-- Unauthorized      401 authentication_error, with WWW-Authenticate
 |-- Forbidden         403 permission_error
+|-- UnknownPath       404 invalid_request_error
 |-- UnknownModel      404 invalid_request_error, param model, code model_not_found
 |-- NotStored         404 invalid_request_error
+|-- WrongMethod       405 invalid_request_error, with Allow
 |-- BodyTooSlow       408 invalid_request_error
 |-- BodyTooLarge      413 invalid_request_error
 |-- UnsupportedMedia  415 invalid_request_error
@@ -65,6 +67,27 @@ class Unauthorized(GatewayError):
 class Forbidden(GatewayError):
     status = 403
     type = "permission_error"
+
+
+class UnknownPath(GatewayError):
+    status = 404
+    type = "invalid_request_error"
+
+    def __init__(self) -> None:
+        super().__init__("There is no such endpoint here; see the README for those that there are.")
+
+
+class WrongMethod(GatewayError):
+    status = 405
+    type = "invalid_request_error"
+
+    def __init__(self, allow: str) -> None:
+        super().__init__(f"This endpoint takes {allow} only.")
+        self._allow = allow.encode()
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        return [(b"allow", self._allow)]
 
 
 class UnknownModel(GatewayError):

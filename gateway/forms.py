@@ -26,7 +26,7 @@ def fields(body: bytes, content_type: bytes) -> Mapping[str, object]:
     callbacks: Any = {name: getattr(form, name) for name in vars(_Form) if name.startswith("on_")}
     parser = MultipartParser(boundary, callbacks)
     try:
-        parser.write(body)
+        parser.write(body[max(0, body.find(b"--" + boundary)) :])  # what stands before it is nobody's
         parser.finalize()
     except MultipartParseError:
         raise BadRequest("The body is no multipart/form-data with the boundary that its header names.") from None

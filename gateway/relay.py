@@ -31,6 +31,8 @@ from gateway.trace import Telemetry
 
 MAX_WHOLE = 64 * 1024 * 1024
 """Bytes of JSON in one piece (not streamed), which is held until it is complete."""
+ENGINE_ENDS = 1.0
+"""Seconds in which an engine must end its answer after the last event, so that its connection can be kept."""
 ANSWERS = frozenset({200, *range(400, 600)})
 """Statuses that can be an answer. A redirect is never followed, and never the client's to follow."""
 RETRIED = frozenset({502, 503, 504})
@@ -350,13 +352,15 @@ class Relay:
         exchange.start(reply.status, reply.headers)
         exchange.write(reply.first)
         feed, write, finish, unpack = stream.feed, exchange.write, exchange.finish, reply.unpack
+        call_later = asyncio.get_running_loop().call_later
 
         def copy(piece: bytes) -> None:
             events = feed(piece if unpack is None else unpack(piece))
             if events:
                 write(events)
             if stream.done:
-                finish()  # whatever the engine still does with its connection
+                finish()
+                call_later(ENGINE_ENDS, answer.close)  # it has nothing more to say
             elif stream.aborted:
                 raise _GaveUp
 

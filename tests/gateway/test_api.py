@@ -81,11 +81,11 @@ async def test_any_other_path_is_refused_and_never_proxied(
     assert len(engine.calls) == seen
 
 
-async def test_a_websocket_upgrade_is_an_ordinary_request(street: Street, house: House) -> None:
+async def test_no_websocket_is_spoken(street: Street, house: House) -> None:
     client = await street.raw(house)
     upgrade = ["connection: upgrade", "upgrade: websocket", "sec-websocket-key: x", "sec-websocket-version: 13"]
     client.ask(b"", *upgrade, method="GET")
-    assert (await client.until(b"\r\n")).startswith(b"HTTP/1.1 405")
+    assert (await client.until(b"\r\n")).startswith(b"HTTP/1.1 400")
 
 
 @pytest.mark.parametrize("first", [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b"GET /\r\n\r\n"])
