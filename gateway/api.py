@@ -15,8 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 from connector.vllm import Card
 from gateway.cors import Cors
-from gateway.endpoints import ENDPOINTS, STORED
 from gateway.dialects import Dialect
+from gateway.endpoints import ENDPOINTS, STORED
 from gateway.errors import Broken, Forbidden, GatewayError, UnknownModel, UnknownPath, WrongMethod
 from gateway.exchange import request_id
 from gateway.fleet import Fleet

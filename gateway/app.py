@@ -45,7 +45,7 @@ class House:
 
 
 def build(settings: config.Config) -> House:
-    """The house. Raises `NoTokenizer`, `BadPolicy` or `BadAuthority` where the configuration names what is not there."""
+    """The house. Raises `NoTokenizer`, `BadPolicy` or `BadAuthority` for what is named and not there."""
     telemetry = Telemetry(otlp=settings.telemetry.otlp, sample=settings.telemetry.sample)
     tenants = _tenants(settings)
     fleet = _fleet(settings)

@@ -5,6 +5,7 @@ wins over the file. Unknown keys are errors that name the nearest known one.
 """
 
 import os
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -295,16 +296,9 @@ class Config(BaseSettings):
         _distinct("models", [*models, *(alias for model in self.models for alias in model.aliases)])
         _distinct("tenants", [tenant.name for tenant in self.tenants])
         _distinct("engines.static", [urlsplit(engine.url).netloc for engine in self.engines.static])
-        for tenant in self.tenants:
-            for name in tenant.models or ():
-                if name not in models:
-                    raise ValueError(f"tenants: {tenant.name} names the model {name!r}, which is not under models")
-        for model in self.models:
-            if model.pool is not None and model.pool not in self.pools:
-                raise ValueError(f"models: {model.name} names the pool {model.pool!r}, which is not under pools")
-        for engine in self.engines.static:
-            if engine.model not in models:
-                raise ValueError(f"engines.static: {engine.url} serves {engine.model!r}, which is not under models")
+        _known("tenants", "model", models, [(t.name, name) for t in self.tenants for name in t.models or ()])
+        _known("models", "pool", self.pools, [(m.name, m.pool) for m in self.models if m.pool is not None])
+        _known("engines.static", "model", models, [(e.url, e.model) for e in self.engines.static])
         if self.auth.mode == "keys" and (not self.tenants or self.secret is None):
             raise ValueError("auth mode keys needs a secret and at least one tenant (or set auth: {mode: none})")
         digests = [key.sha256.get_secret_value().lower() for tenant in self.tenants for key in tenant.keys]
@@ -325,6 +319,12 @@ class Config(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """The environment over the file, and nothing else."""
         return env_settings, init_settings
+
+
+def _known(section: str, kind: str, known: Collection[str], named: Sequence[tuple[str, str]]) -> None:
+    for who, name in named:
+        if name not in known:
+            raise ValueError(f"{section}: {who} names the {kind} {name!r}, which is not under {kind}s")
 
 
 def _distinct(where: str, names: list[str]) -> None:

@@ -22,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from gateway.cors import Cors
 from gateway.errors import BadRequest
 from gateway.exchange import Exchange, request_id
+from gateway.framing import NAMES, declared_length
 
 MAX_HEAD = 64 * 1024
 """Bytes that may come without any of them being of a body."""
@@ -38,14 +39,8 @@ Handler = Callable[[Exchange], Coroutine[Any, Any, None]]
 Route = Callable[[str, str], Handler | None]
 """Method and path to who answers; None where the route is not hot."""
 
-_FRAMING = frozenset({b"host", b"content-length", b"transfer-encoding"})
-_HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]+)(?::[0-9]*)?")
-_HOST_FAULT = "The request must have one Host header, with a host in it."
-_LENGTH_FAULT = "The request's length is ambiguous: send Content-Length, or Transfer-Encoding: chunked."
 _SIMPLE = re.compile(rb"[A-Z]+ [^ \r\n]*\r?\n")
 """A request line of HTTP/0.9, which is the whole request; the parser would wait for a header."""
-_VERSION_FAULT = "Send the request in HTTP/1.1."
-_DIGITS = re.compile(rb"[0-9]{1,18}")
 
 
 class Front(HttpToolsProtocol):
@@ -99,7 +94,7 @@ class Front(HttpToolsProtocol):
         if self._bare > MAX_HEAD:
             self._refuse("The request's head or trailer is too large.")
         elif self._bare and not self._busy and _SIMPLE.match(data):
-            self._refuse(_VERSION_FAULT)  # its line is all there is of it
+            self._refuse("Send the request in HTTP/1.1.")  # its line is all there is of it
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
@@ -144,17 +139,19 @@ class Front(HttpToolsProtocol):
             return
         name = name.lower()
         self.headers.append((name, value))
-        if name in _FRAMING:
+        if name in NAMES:
             self._framing.append((name, value))
 
     def on_headers_complete(self) -> None:
         if self._deaf:
             return
-        fault, declared = self._framed()
+        try:
+            declared = declared_length(self.parser.get_http_version(), self.url, self._framing)
+        except BadRequest as fault:
+            self._refuse(fault.message)
+            return
         if self.parser.should_upgrade() and self._get_upgrade() == b"websocket":
-            fault = "No WebSocket is spoken here; streams are server-sent events."
-        if fault is not None:
-            self._refuse(fault)
+            self._refuse("No WebSocket is spoken here; streams are server-sent events.")
             return
         target = self.url
         if not target.startswith(b"/") and b"://" in target:  # absolute form, whose host is the Host
@@ -248,34 +245,6 @@ class Front(HttpToolsProtocol):
             name == b"expect" and value.lower() == b"100-continue" for name, value in headers
         )
         super().on_headers_complete()
-
-    def _framed(self) -> tuple[str | None, int | None]:
-        """What is wrong with the framing of this request, and the length that it declares."""
-        host = length = coding = None
-        for name, value in self._framing:
-            if name == b"host":
-                if host is not None:
-                    return _HOST_FAULT, None
-                host = value
-            elif name == b"content-length":
-                if length is not None or not _DIGITS.fullmatch(value):
-                    return "Content-Length must be one number.", None
-                length = value
-            elif coding is not None or value.strip().lower() != b"chunked":
-                return _LENGTH_FAULT, None
-            else:
-                coding = value
-        version = self.parser.get_http_version()
-        if version not in ("1.1", "1.0"):
-            return _VERSION_FAULT, None
-        old = version == "1.0"
-        if (host is None and not old) or (host is not None and not _HOST.fullmatch(host)):
-            return _HOST_FAULT, None
-        if not self.url.startswith(b"/") and b"://" in self.url and urlsplit(self.url).netloc != host:
-            return "The request's target names another host than its Host header.", None
-        if coding is not None:
-            return (_LENGTH_FAULT, None) if old or length is not None else (None, None)
-        return None, int(length or 0)
 
     def _refuse(self, message: str) -> None:
         """Answer what is no request, and close."""

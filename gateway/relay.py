@@ -265,10 +265,9 @@ class Relay:
             answer = await engine.wire.send(
                 leg.method, leg.target, (*headers, *engine.headers, *leg.headers), leg.body, deadline
             )
-            if answer.status not in ANSWERS:
-                raise LegFailed(f"status_{answer.status}", EngineFailed("The engine gave no answer; try again."))
             kind = answer.header(b"content-type") or b""
             packed = _packed(answer)
+            _check_status(answer)
             if kind.startswith(b"text/event-stream"):
                 reply = await self._stream(leg, lease, answer, sent, packed)
             else:
@@ -350,29 +349,10 @@ class Relay:
 
     async def _give_stream(self, exchange: Exchange, reply: Reply, answer: Answer, stream: EventStream) -> Result:
         exchange.start(reply.status, reply.headers)
-        exchange.write(reply.first)
-        feed, write, finish, unpack = stream.feed, exchange.write, exchange.finish, reply.unpack
-        call_later = asyncio.get_running_loop().call_later
-
-        def copy(piece: bytes) -> None:
-            events = feed(piece if unpack is None else unpack(piece))
-            if events:
-                write(events)
-            if stream.done:
-                finish()
-                call_later(ENGINE_ENDS, answer.close)  # it has nothing more to say
-            elif stream.aborted:
-                raise _GaveUp
-
+        copy = _Copy(exchange, answer, stream, reply.unpack)
+        copy.pass_on(reply.first)
         error, cause = await self._pour(exchange, answer, copy)
-        if stream.done:  # what the client has is whole, however the connection ended
-            cause = "engine_error" if stream.error is not None else None
-        elif not stream.aborted:
-            last = stream.rest()
-            if last:
-                exchange.write(last)
-            if cause is None and not stream.done:
-                error, cause = EngineFailed("The engine ended its stream too early."), "no_done"
+        error, cause = copy.ended(error, cause)
         if cause is not None:
             self._telemetry.failures.inc(reply.lease.engine.id, cause)
         if cause == "reader_timeout":
@@ -420,6 +400,52 @@ class Relay:
 
 class _GaveUp(Exception):
     """The engine aborted the request in the middle of its stream."""
+
+
+class _Copy:
+    """Takes an engine's stream, piece by piece as it comes, and gives its events to the client."""
+
+    def __init__(
+        self, exchange: Exchange, answer: Answer, stream: EventStream, unpack: Callable[[bytes], bytes] | None
+    ) -> None:
+        self._exchange = exchange
+        self._answer = answer
+        self._stream = stream
+        self._unpack = unpack
+
+    def __call__(self, piece: bytes) -> None:
+        if self._exchange.finished:
+            return
+        events = self._stream.feed(piece if self._unpack is None else self._unpack(piece))
+        if events:
+            self.pass_on(events)
+        if self._stream.aborted:
+            raise _GaveUp
+
+    def pass_on(self, events: bytes) -> None:
+        """Give events to the client; the last one ends its answer, whatever the engine still does."""
+        self._exchange.write(events)
+        if self._stream.done:
+            self._exchange.finish()
+            asyncio.get_running_loop().call_later(ENGINE_ENDS, self._answer.close)
+
+    def ended(self, error: GatewayError | None, cause: str | None) -> tuple[GatewayError | None, str | None]:
+        """What the client must be told now that no more comes, and why."""
+        stream = self._stream
+        if not stream.done and not stream.aborted:
+            last = stream.rest()
+            if last:
+                self.pass_on(last)
+        if stream.done:
+            return None, "engine_error" if stream.error is not None else None
+        if cause is None:
+            return EngineFailed("The engine ended its stream too early."), "no_done"
+        return error, cause
+
+
+def _check_status(answer: Answer) -> None:
+    if answer.status not in ANSWERS:
+        raise LegFailed(f"status_{answer.status}", EngineFailed("The engine gave no answer; try again."))
 
 
 def _passing(answer: Answer) -> list[tuple[bytes, bytes]]:

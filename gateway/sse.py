@@ -223,7 +223,10 @@ def without_private(body: bytes) -> bytes:
     gone: dict[str, bytes | None] = dict.fromkeys(PRIVATE)
     try:
         inner = [body[m.value : m.end] for m in members(body) if m.name == "response"]
-        changes = gone | {"response": b"".join(spliced(value, gone, {})) for value in inner if value.startswith(b"{")}
+        changes = dict(gone)
+        for value in inner:
+            if value.startswith(b"{"):
+                changes["response"] = b"".join(spliced(value, gone, {}))
         return b"".join(spliced(body, changes, {}))
     except NotAnObject:
         return b"{}"

@@ -230,7 +230,7 @@ def test_masked_shows_no_secret_and_no_digest(tmp_path: Path) -> None:
         ({"models": [{"name": "tiny", "pool": "mian"}]}, "names the pool 'mian', which is not under pools"),
         ({"models": [{"name": "tiny", "aliases": ["tiny"]}]}, "'tiny' stands there twice"),
         ({"models": [{"name": "tiny", "aliases": ["x"]}, {"name": "big", "aliases": ["x"]}]}, "'x' stands there twice"),
-        ({"models": [{"name": "other"}], "tenants": []}, "serves 'tiny', which is not under models"),
+        ({"models": [{"name": "other"}], "tenants": []}, "names the model 'tiny', which is not under models"),
         ({"models": [{"name": "other"}]}, "team-a names the model 'tiny', which is not under models"),
         ({"secret": None}, "needs a secret and at least one tenant"),
         ({"tenants": []}, "needs a secret and at least one tenant"),
