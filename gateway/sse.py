@@ -223,8 +223,8 @@ def without_private(body: bytes) -> bytes:
     gone: dict[str, bytes | None] = dict.fromkeys(PRIVATE)
     try:
         inner = [body[m.value : m.end] for m in members(body) if m.name == "response"]
-        changes = gone | {"response": b"".join(spliced(value, gone, {})) for value in inner if value.startswith(b"{")}
-        return b"".join(spliced(body, changes, {}))
+        clean = {"response": b"".join(spliced(inner[-1], gone, {}))} if inner and inner[-1].startswith(b"{") else {}
+        return b"".join(spliced(body, {**gone, **clean}, {}))
     except NotAnObject:
         return b"{}"
 
