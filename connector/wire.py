@@ -93,7 +93,7 @@ class Answer:
             await self._wait()
         if self._pieces:
             if self._size > HIGH_WATER:
-                self._connection.resume()
+                self.resume()
             return self._taken()
         if self._error is not None:
             raise self._error
@@ -161,7 +161,8 @@ class Answer:
                 self._sink(self._taken())
             except Exception as error:  # noqa: BLE001 - raised by pour
                 self._error = error
-                self._connection.abort()
+                if not self.done:  # or it is another's by now
+                    self._connection.abort()
         elif self._size > HIGH_WATER and not self.done:
             self._connection.pause()
         if self._waiter is None or self._waiter.done():

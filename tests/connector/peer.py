@@ -13,6 +13,7 @@ connection open until the peer is gone. A script that raises fails the test.
 
 import asyncio
 import socket
+import ssl
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -82,10 +83,12 @@ class Peer:
     host: str
     port: int
     lines: list[Line]
+    scheme: str = "http"
 
     @property
     def url(self) -> str:
-        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}"
 
     @property
     def requests(self) -> list[Request]:
@@ -93,7 +96,7 @@ class Peer:
 
 
 @asynccontextmanager
-async def listen(*scripts: Script, host: str = "127.0.0.1") -> AsyncIterator[Peer]:
+async def listen(*scripts: Script, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> AsyncIterator[Peer]:
     """A peer on a free port, while the block runs, which it may not for long."""
     tasks: set[asyncio.Task[None]] = set()
     lines: list[Line] = []
@@ -110,10 +113,10 @@ async def listen(*scripts: Script, host: str = "127.0.0.1") -> AsyncIterator[Pee
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         tasks.add(asyncio.create_task(play(reader, writer)))
 
-    server = await asyncio.start_server(accept, host, 0)
+    server = await asyncio.start_server(accept, host, 0, ssl=tls)
     try:
         async with asyncio.timeout(4 * SECOND_THOUGHTS):
-            yield Peer(host, server.sockets[0].getsockname()[1], lines)
+            yield Peer(host, server.sockets[0].getsockname()[1], lines, "http" if tls is None else "https")
     finally:
         server.close()
         for task in tasks:

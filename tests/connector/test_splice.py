@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -68,6 +68,10 @@ def canon(found: list[tuple[str, Any]]) -> str:
     return json.dumps(found)
 
 
+def gone(names: Iterable[str]) -> dict[str, bytes | None]:
+    return dict.fromkeys(names)
+
+
 @given(objects())
 def test_members_are_found_where_json_finds_them(case: tuple[bytes, list[tuple[str, str, Any]]]) -> None:
     raw, parts = case
@@ -82,7 +86,7 @@ def test_what_is_dropped_goes_and_what_is_put_stands_in_front(
     case: tuple[bytes, list[tuple[str, str, Any]]], drop: list[str], put: dict[str, Any]
 ) -> None:
     raw, parts = case
-    out = b"".join(spliced(raw, drop, {name: json.dumps(value).encode() for name, value in put.items()}))
+    out = b"".join(spliced(raw, gone(drop), {name: json.dumps(value).encode() for name, value in put.items()}))
     stay = [(name, plain(value)) for name, _, value in parts if name not in drop]
     assert canon(pairs(out)) == canon([(name, plain(value)) for name, value in put.items()] + stay)
 
@@ -90,13 +94,30 @@ def test_what_is_dropped_goes_and_what_is_put_stands_in_front(
 @given(objects(), names)
 def test_every_other_byte_stays(case: tuple[bytes, list[tuple[str, str, Any]]], drop: list[str]) -> None:
     raw, parts = case
-    out = b"".join(spliced(raw, drop, {}))
+    out = b"".join(spliced(raw, gone(drop), {}))
     if not any(name in drop for name, _, _ in parts):
         assert out == raw
     kept = [text.encode() for name, text, _ in parts if name not in drop]
     assert [out[m.start : m.end] for m in members(out)] == kept
     assert out.split(b"{", 1)[0] == raw.split(b"{", 1)[0]
     assert out.rsplit(b"}", 1)[1] == raw.rsplit(b"}", 1)[1]
+
+
+@given(objects(), st.dictionaries(st.sampled_from(NAMES), st.none() | values.map(json.dumps), max_size=3))
+def test_what_is_replaced_stands_where_it_stood(
+    case: tuple[bytes, list[tuple[str, str, Any]]], changes: dict[str, str | None]
+) -> None:
+    raw, parts = case
+    said = {name: None if value is None else value.encode() for name, value in changes.items()}
+    out = b"".join(spliced(raw, said, {}))
+    expected, left = list[tuple[str, Any]](), dict(changes)
+    for name, _, value in parts:
+        text = left.get(name, json.dumps(value))
+        if text is not None:
+            expected.append((name, plain(json.loads(text))))
+        if name in left:
+            left[name] = None  # what stands there once more goes
+    assert canon(pairs(out)) == canon(expected)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +136,7 @@ def test_every_other_byte_stays(case: tuple[bytes, list[tuple[str, str, Any]]], 
     ],
 )
 def test_spelled_out(raw: bytes, drop: set[str], put: dict[str, bytes], out: bytes) -> None:
-    assert b"".join(spliced(raw, drop, put)) == out
+    assert b"".join(spliced(raw, gone(drop), put)) == out
 
 
 @pytest.mark.parametrize(
@@ -132,7 +153,7 @@ def test_what_is_no_object(raw: bytes) -> None:
     with pytest.raises(NotAnObject):
         list(members(raw))
     with pytest.raises(NotAnObject):
-        spliced(raw, {"d"}, {"x": b"1"})
+        spliced(raw, {"d": None}, {"x": b"1"})
 
 
 @given(objects(), st.data())
@@ -146,7 +167,7 @@ def test_what_is_cut_short_is_no_object(case: tuple[bytes, Any], data: st.DataOb
 def test_any_bytes_are_an_object_or_are_not(raw: bytes, drop: list[str]) -> None:
     """And whatever is JSON's object is one here."""
     try:
-        out = b"".join(spliced(raw, drop, {}))
+        out = b"".join(spliced(raw, gone(drop), {}))
     except NotAnObject:
         with suppress(orjson.JSONDecodeError):
             assert not isinstance(orjson.loads(raw), dict)
@@ -179,7 +200,7 @@ def test_twice_the_bytes_take_twice_the_time(make: Callable[[int], bytes]) -> No
     def taken(raw: bytes) -> float:
         start = time.perf_counter()
         with suppress(NotAnObject):
-            spliced(raw, {"d"}, {})
+            spliced(raw, {"d": None}, {})
         return time.perf_counter() - start
 
     small, large = make(30_000), make(240_000)

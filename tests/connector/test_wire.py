@@ -2,10 +2,13 @@
 
 import asyncio
 import gc
+import socket
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
+import trustme
 
 from connector import wire as module
 from connector.errors import BadAnswer, Disconnected, TimedOut, Unreachable
@@ -150,6 +153,192 @@ async def test_a_body_above_its_limit_is_given_up() -> None:
         assert await (await wire.send("GET", "/")).body(5) == b"12345"
 
 
+@pytest.mark.parametrize("size", [1, module.JOINED - 2, module.JOINED - 1, 10 * module.JOINED])
+async def test_a_body_may_come_in_parts(size: int) -> None:
+    async with wired(answers(HI)) as (wire, peer):
+        await (await wire.send("POST", "/", [], [b"{", b"", b"x" * size, b"}"])).body(PLENTY)
+        await (await wire.send("POST", "/", [], ())).body(PLENTY)
+
+        assert [request.body for request in peer.requests] == [b"{" + b"x" * size + b"}", b""]
+        assert len(peer.lines) == 1
+
+
+async def test_a_body_in_parts_is_sent_again_whole() -> None:
+    async def dies_on_the_second(line: Line) -> None:
+        await line.request()
+        await line.send(HI)
+        await line.request()
+        line.reset()
+
+    async with wired(dies_on_the_second, answers(HI)) as (wire, peer):
+        for _ in range(2):
+            await (await wire.send("POST", "/", [], [b"a" * module.JOINED, b"b"])).body(PLENTY)
+        assert {request.body for request in peer.requests} == {b"a" * module.JOINED + b"b"}
+
+
+# poured on
+
+
+def in_turn(gates: list[asyncio.Event], *pieces: bytes) -> Script:
+    """A body of known length, each piece of it when its gate opens; then the connection stays."""
+
+    async def script(line: Line) -> None:
+        await line.request()
+        await line.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % sum(map(len, pieces)))
+        for gate, piece in zip(gates, pieces, strict=True):
+            await gate.wait()
+            await line.send(piece)
+
+    return script
+
+
+async def test_a_sink_is_called_with_each_piece_the_moment_it_is_there() -> None:
+    gates = [asyncio.Event() for _ in range(3)]
+    async with wired(in_turn(gates, b"a", b"b", b"c")) as (wire, _):
+        answer = await wire.send("GET", "/")
+        got: list[bytes] = []
+        pouring = asyncio.create_task(answer.pour(got.append))
+        for number, gate in enumerate(gates):
+            assert got == [b"a", b"b", b"c"][:number]
+            assert not pouring.done()
+            gate.set()
+            await until(lambda: len(got) > number)  # noqa: B023 - called within this turn
+        await pouring
+        assert got == [b"a", b"b", b"c"]
+        assert answer.done
+        assert await answer.read() == b""
+
+
+@pytest.mark.parametrize("said", [HI, CHUNKED, CLOSE, ok(b"")])
+async def test_what_has_come_before_is_poured_too(said: bytes) -> None:
+    async with wired(once(said)) as (wire, _):
+        answer = await wire.send("GET", "/")
+        await until(lambda: answer.done)
+        got: list[bytes] = []
+        await answer.pour(got.append)
+        assert b"".join(got) == {HI: b"hi", CHUNKED: b"hi!", CLOSE: b"hi"}.get(said, b"")
+        assert all(got), "no piece is empty"
+
+
+async def test_pouring_goes_on_where_reading_ended() -> None:
+    gates = [asyncio.Event() for _ in range(2)]
+    async with wired(in_turn(gates, b"a", b"b")) as (wire, _):
+        answer = await wire.send("GET", "/")
+        gates[0].set()
+        assert await answer.read() == b"a"
+        gates[1].set()
+        got: list[bytes] = []
+        await answer.pour(got.append)
+        assert got == [b"b"]
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nhi", Disconnected),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nhi\r\nzz", BadAnswer),
+    ],
+)
+async def test_what_came_before_a_break_is_poured_and_the_break_is_told(said: bytes, error: type[Exception]) -> None:
+    async with wired(once(said)) as (wire, _):
+        answer = await wire.send("GET", "/")
+        got: list[bytes] = []
+        with pytest.raises(error):
+            await answer.pour(got.append)
+        assert b"".join(got) == b"hi"
+
+
+class Full(Exception):
+    """What a sink raises here."""
+
+
+def raising(_: bytes) -> None:
+    raise Full
+
+
+async def test_a_sink_that_raises_ends_the_exchange() -> None:
+    gates = [asyncio.Event() for _ in range(2)]
+    async with wired(in_turn(gates, b"a", b"b")) as (wire, peer):
+        answer = await wire.send("GET", "/")
+        pouring = asyncio.create_task(answer.pour(raising))
+        await asyncio.sleep(0)
+        gates[0].set()
+        with pytest.raises(Full):
+            await pouring
+        await until(lambda: wire.busy == 0)
+        gates[1].set()
+        await until(peer.lines[0].ended.is_set)
+
+
+async def test_a_sink_that_raises_at_the_end_breaks_off_nobody_else() -> None:
+    """By then the connection may be another's."""
+    tell = asyncio.Event()
+
+    async def script(line: Line) -> None:
+        await line.request()
+        await line.send(HI)
+        await line.request()
+        await tell.wait()
+        await line.send(HI)
+
+    async with wired(script) as (wire, peer):
+        first = await wire.send("GET", "/")
+        await until(lambda: first.done)
+        second = asyncio.create_task(fetch(wire))
+        await until(lambda: len(peer.requests) == 2)
+        with pytest.raises(Full):
+            await first.pour(raising)
+        tell.set()
+        assert await second == b"hi"
+        assert len(peer.lines) == 1
+
+
+async def test_whoever_pours_can_be_cancelled() -> None:
+    async with wired(in_turn([asyncio.Event()], b"a")) as (wire, _):
+        answer = await wire.send("GET", "/")
+        pouring = asyncio.create_task(answer.pour(raising))
+        await asyncio.sleep(0)
+        pouring.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pouring
+        answer.close()
+        await until(lambda: not wire._open)
+
+
+async def test_a_sink_that_cannot_keep_up_holds_the_peer_up() -> None:
+    size = 20 * 1024 * 1024
+    sent = 0
+
+    async def script(line: Line) -> None:
+        nonlocal sent
+        await line.request()
+        await line.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size)
+        while sent < size:
+            await line.send(b"x" * (1 << 20))
+            sent += 1 << 20
+
+    async with wired(script) as (wire, _):
+        answer = await wire.send("GET", "/")
+        got = 0
+
+        def sink(piece: bytes) -> None:
+            nonlocal got
+            got += len(piece)
+            answer.pause()
+
+        pouring = asyncio.create_task(answer.pour(sink))
+        await until(lambda: got)
+        before = got
+        await asyncio.sleep(0.02)
+        assert sent < size, "the peer is held up"
+        assert got - before <= HIGH_WATER, "one piece more at most"
+        while not pouring.done():
+            answer.resume()
+            await asyncio.sleep(0)
+        await pouring
+        assert got == size
+
+
 # connections, kept and lost
 
 
@@ -289,6 +478,16 @@ async def test_connections_idle_for_too_long_are_not_used(monkeypatch: pytest.Mo
         monkeypatch.undo()
         await fetch(wire)
         assert len(peer.lines) == 2
+
+
+async def test_connections_idle_for_too_long_close_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines close them after 5 s; a request that meets such a close would have to be sent again."""
+    monkeypatch.setattr(module, "IDLE_KEPT", 0.05)
+    async with wired(answers(HI), timeouts=Timeouts(idle=0.1)) as (wire, _):
+        await asyncio.gather(*(fetch(wire) for _ in range(5)))
+        assert wire._open
+        await until(lambda: not wire._open)
+        assert await fetch(wire) == b"hi"
 
 
 @pytest.mark.parametrize("said", [HI, CHUNKED])
@@ -482,6 +681,68 @@ async def test_tls_to_a_peer_that_has_none() -> None:
         assert wire.busy == 0
 
 
+@pytest.fixture(scope="module")
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+def serving_as(authority: trustme.CA, name: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert(name).configure_cert(context)
+    return context
+
+
+def trusting(authority: trustme.CA) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    return context
+
+
+@pytest.mark.parametrize("size", [2, HIGH_WATER * 4])
+async def test_tls_to_a_peer_that_an_authority_vouches_for(authority: trustme.CA, size: int) -> None:
+    async with listen(answers(ok(b"x" * size)), tls=serving_as(authority, "127.0.0.1")) as peer:
+        wire = Wire(peer.url, tls=trusting(authority))
+        for _ in range(2):
+            assert len(await (await wire.send("POST", "/", [], b"y" * size)).body(PLENTY)) == size
+        assert [len(request.body) for request in peer.requests] == [size, size]
+        assert len(peer.lines) == 1, "it is kept"
+        wire.close()
+        await until(lambda: not wire._open)
+
+
+@pytest.mark.parametrize("fault", ["another authority", "the system's authorities", "another name"])
+async def test_tls_to_a_peer_that_nobody_vouches_for(authority: trustme.CA, fault: str) -> None:
+    """And not a byte of the request, which may hold a key, is sent there."""
+    name = "engine.example" if fault == "another name" else "127.0.0.1"
+    async with listen(answers(HI), tls=serving_as(authority, name)) as peer:
+        trust = {"another authority": trusting(trustme.CA()), "another name": trusting(authority)}.get(fault)
+        wire = Wire(peer.url, tls=trust)
+        with pytest.raises(Unreachable, match=r"(?i)certificate"):
+            await wire.send("GET", "/", [(b"authorization", b"Bearer k")])
+        assert peer.requests == []
+        await until(lambda: not wire._open)
+
+
+async def test_a_name_that_points_elsewhere_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    if "uvloop" in type(asyncio.get_running_loop()).__module__:
+        pytest.skip("uvloop asks the system itself, which cannot be told another answer here")
+    async with listen(answers(ok(b"old"))) as old, listen(answers(ok(b"new"))) as new:
+        now = old
+
+        def found(*_: object, **__: object) -> list[object]:
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (now.host, now.port))]
+
+        monkeypatch.setattr(socket, "getaddrinfo", found)
+        monkeypatch.setattr(module, "IDLE_KEPT", 0.05)
+        wire = Wire("http://engine.example:8000", Timeouts(idle=0.1))
+        assert await fetch(wire) == b"old"
+        now = new
+        await until(lambda: not wire._open)
+        assert await fetch(wire) == b"new"
+        assert new.requests[0].headers["host"] == "engine.example:8000"
+        wire.close()
+
+
 async def test_proxies_of_the_environment_mean_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "https_proxy"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
@@ -514,6 +775,88 @@ async def test_a_head_that_does_not_come(word: bytes) -> None:
             await wire.send("GET", "/")
         assert (caught.value.phase, caught.value.limit) == ("head", SHORT)
         await until(peer.lines[0].ended.is_set)
+
+
+@pytest.mark.parametrize("how", ["read", "pour"])
+async def test_a_head_without_a_body_is_still_prefilling(how: str) -> None:
+    """An engine may send its header at once and then compute for minutes: that is no silence."""
+    gate = asyncio.Event()
+    async with wired(in_turn([gate], b"hi"), timeouts=Timeouts(head=9, idle=SHORT)) as (wire, _):
+        answer = await wire.send("GET", "/")
+        got: list[bytes] = []
+        waiting = asyncio.create_task(answer.pour(got.append) if how == "pour" else answer.body(PLENTY))
+        await asyncio.sleep(3 * SHORT)
+        assert not waiting.done()
+        gate.set()
+        assert await waiting in {None, b"hi"}
+
+
+@pytest.mark.parametrize("how", ["read", "pour"])
+async def test_a_head_without_a_body_has_the_heads_limit(how: str) -> None:
+    async with wired(in_turn([asyncio.Event()], b"hi"), timeouts=Timeouts(head=SHORT, idle=9)) as (wire, _):
+        answer = await wire.send("GET", "/")
+        with pytest.raises(TimedOut) as caught:
+            await (answer.pour(raising) if how == "pour" else answer.read())
+        assert (caught.value.phase, caught.value.limit) == ("head", SHORT)
+        await until(lambda: not wire._open)
+
+
+@pytest.mark.parametrize("word", [b"", b"HTTP/1.1 200 OK\r\n\r\n"])
+@pytest.mark.parametrize("given", [True, False], ids=["a deadline", "the total"])
+async def test_an_exchange_is_over_at_its_deadline_whatever_it_does(word: bytes, given: bool) -> None:
+    async def script(line: Line) -> None:
+        await line.request()
+        while True:
+            await line.send(word + b"." if word else b"HTTP/1.1 100 Continue\r\n\r\n")
+            await asyncio.sleep(0.005)
+
+    limits = Timeouts(head=9, idle=9, total=9 if given else SHORT)
+    async with wired(script, timeouts=limits) as (wire, _):
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        with pytest.raises(TimedOut) as caught:
+            await (await wire.send("GET", "/", deadline=start + SHORT if given else None)).body(PLENTY)
+        assert caught.value.phase == "total"
+        assert SHORT <= loop.time() - start < 1.5, "kept to a fifth of the shortest limit, or to a second"
+        await until(lambda: not wire._open)
+
+
+async def test_a_deadline_bounds_connecting_as_well() -> None:
+    async with listen(Line.left) as peer:
+        wire = Wire(peer.url.replace("http", "https"), Timeouts(connect=9))
+        with pytest.raises(TimedOut) as caught:
+            await wire.send("GET", "/", deadline=asyncio.get_running_loop().time() + SHORT)
+        assert caught.value.phase == "total"
+
+
+@pytest.mark.parametrize("how", ["read", "pour"])
+async def test_a_reader_that_leaves_an_answer_unread_for_too_long(how: str) -> None:
+    body = ok(b"x" * (64 * HIGH_WATER))
+    async with wired(answers(body), timeouts=Timeouts(idle=9, reader=SHORT)) as (wire, _):
+        answer = await wire.send("GET", "/")
+
+        async def left_alone() -> None:
+            if how == "pour":
+                await answer.pour(lambda _: answer.pause())
+            await until(lambda: answer._error)
+            while await answer.read():
+                pass
+
+        with pytest.raises(TimedOut) as caught:
+            await left_alone()
+        assert (caught.value.phase, caught.value.limit) == ("reader", SHORT)
+        await until(lambda: not wire._open)
+
+
+async def test_a_reader_that_takes_something_now_and_then_is_none() -> None:
+    body = ok(b"x" * (16 * HIGH_WATER))
+    async with wired(answers(body), timeouts=Timeouts(idle=9, reader=0.2)) as (wire, _):
+        answer = await wire.send("GET", "/")
+        got = 0
+        while piece := await answer.read():
+            got += len(piece)
+            await asyncio.sleep(0.03)
+        assert got == 16 * HIGH_WATER
 
 
 async def test_a_body_that_falls_silent() -> None:
