@@ -11,7 +11,7 @@ ConnectorError
 
 from typing import Literal
 
-Phase = Literal["connect", "head", "idle"]
+Phase = Literal["connect", "head", "idle", "reader", "total"]
 
 
 class ConnectorError(Exception):

@@ -1,9 +1,9 @@
 """One client body to the bodies that engines get. Pure.
 
-The client's bytes go on as they are; what the gateway adds is spliced in behind the opening brace.
-Only where a field of the client's must go or change is the body written anew. What belongs to the
-gateway and never passes: cache_salt (the tenant's goes in its place), and kv_transfer_params and
-ec_transfer_params, which can kill an engine or make it wait for ever; also where they hide in vllm_xargs.
+The client's bytes go on as they are: what the gateway adds is put behind the opening brace, and what must
+go is cut out (connector.splice). What belongs to the gateway and never passes: cache_salt (the tenant's
+goes in its place), and kv_transfer_params and ec_transfer_params, which can kill an engine or make it wait
+for ever; also where they hide in vllm_xargs.
 
 A prefill leg asks for one token that nobody reads: what shapes the answer (limits, stops, logprobs,
 grammars) is left out, what shapes the prompt (messages, tools, template settings) stays.
@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import orjson
+
+from connector.splice import spliced
 
 OWNED = ("cache_salt", "kv_transfer_params", "ec_transfer_params")
 """Fields that a client cannot set."""
@@ -41,43 +43,48 @@ _ANSWER_ONLY = frozenset(
     }
 )
 
+_PREFILL = {"max_tokens": b"1", "n": b"1", "stream": b"false", "ignore_eos": b"true"}
 
-def engine_body(raw: bytes, body: Mapping[str, Any], salt: str | None) -> bytes:
-    """The body for the engine that answers the client.
 
-    `raw` is what the client sent and `body` its parse, an object. A streamed answer is asked to
-    end with its usage, for the gateway's own account; `wants_usage` says whether the client did.
+def engine_body(
+    raw: bytes, body: Mapping[str, Any], *, salt: str | None, ask_usage: bool, model: str | None = None
+) -> list[bytes]:
+    """The body for the engine that answers the client, in parts.
+
+    `raw` is what the client sent and `body` its parse, an object. `ask_usage` makes a streamed answer end with
+    its usage, for the gateway's own account; `model` goes in place of the client's name for it.
     """
-    ask_usage = body.get("stream") is True and not wants_usage(body)
-    owned = _hidden(body) or any(field in body for field in OWNED)
-    if owned or (ask_usage and "stream_options" in body) or not body:
-        changed = _without_owned(body)
-        if ask_usage:
-            changed["stream_options"] = {**_options(body), "include_usage": True}
-        if salt is not None:
-            changed["cache_salt"] = salt
-        return orjson.dumps(changed)
-    added = b""
+    changes: dict[str, bytes | None] = {field: None for field in OWNED if field in body}
+    added: dict[str, bytes] = {}
     if salt is not None:
-        added += b'"cache_salt":%b,' % orjson.dumps(salt)
-    if ask_usage:
-        added += b'"stream_options":{"include_usage":true},'
-    if not added:
-        return raw
-    brace = raw.index(b"{") + 1
-    return b"".join((raw[:brace], added, raw[brace:]))
+        changes.pop("cache_salt", None)
+        _set(body, changes, added, "cache_salt", orjson.dumps(salt))
+    if model is not None:
+        changes["model"] = orjson.dumps(model)
+    if ask_usage and body.get("stream") is True and not wants_usage(body):
+        asked = orjson.dumps({**_options(body), "include_usage": True})
+        _set(body, changes, added, "stream_options", asked)
+    _unhide(body, changes)
+    return spliced(raw, changes, added)
 
 
-def prefill_body(body: Mapping[str, Any], salt: str | None) -> bytes:
+def prefill_body(raw: bytes, body: Mapping[str, Any], salt: str | None, model: str | None = None) -> list[bytes]:
     """The body for a prefill leg: the same prompt, one token, no stream, whatever ends early left out.
 
-    `ignore_eos` makes sure that the token is not an end, since a prefill that stops is no prefill.
+    `ignore_eos` makes sure that the token is not an end, since a prefill that stops is no prefill. `body` may be
+    a part of the whole: what it does not tell of goes as well.
     """
-    changed = {name: value for name, value in _without_owned(body).items() if name not in _ANSWER_ONLY}
-    changed |= {"max_tokens": 1, "n": 1, "stream": False, "ignore_eos": True}
+    changes: dict[str, bytes | None] = dict.fromkeys((*_ANSWER_ONLY, *OWNED, *_PREFILL))
+    added: dict[str, bytes] = {}
+    for name, value in _PREFILL.items():
+        _set(body, changes, added, name, value)
     if salt is not None:
-        changed["cache_salt"] = salt
-    return orjson.dumps(changed)
+        changes.pop("cache_salt", None)
+        _set(body, changes, added, "cache_salt", orjson.dumps(salt))
+    if model is not None:
+        changes["model"] = orjson.dumps(model)
+    _unhide(body, changes)
+    return spliced(raw, changes, added)
 
 
 def wants_usage(body: Mapping[str, Any]) -> bool:
@@ -90,16 +97,21 @@ def _options(body: Mapping[str, Any]) -> dict[str, Any]:
     """The stream's options without those that say nothing unless usage is included."""
     options = body.get("stream_options")
     given = options if isinstance(options, dict) else {}
-    return {name: value for name, value in given.items() if name != "continuous_usage_stats"}
+    return {name: value for name, value in given.items() if name != "continuous_usage_stats" or not value}
 
 
-def _hidden(body: Mapping[str, Any]) -> bool:
+def _set(
+    body: Mapping[str, Any], changes: dict[str, bytes | None], added: dict[str, bytes], name: str, value: bytes
+) -> None:
+    if name in body:
+        changes[name] = value
+    else:
+        added[name] = value
+
+
+def _unhide(body: Mapping[str, Any], changes: dict[str, bytes | None]) -> None:
+    """Take what a client cannot set out of vllm_xargs as well."""
     arguments = body.get("vllm_xargs")
-    return isinstance(arguments, dict) and any(field in arguments for field in OWNED)
-
-
-def _without_owned(body: Mapping[str, Any]) -> dict[str, Any]:
-    changed = {name: value for name, value in body.items() if name not in OWNED}
-    if _hidden(body):
-        changed["vllm_xargs"] = {name: value for name, value in body["vllm_xargs"].items() if name not in OWNED}
-    return changed
+    if isinstance(arguments, dict) and any(field in arguments for field in OWNED):
+        kept = {name: value for name, value in arguments.items() if name not in OWNED}
+        changes["vllm_xargs"] = orjson.dumps(kept)

@@ -1,5 +1,6 @@
 """The `moongate` command."""
 
+import gc
 import json
 import logging
 import resource
@@ -14,11 +15,9 @@ import yaml
 
 from connector.tokens import NoTokenizer
 from gateway import config
-from gateway.api import Surface
-from gateway.app import build
+from gateway.app import BadAuthority, House, build
 from gateway.commands import NotInstalled
 from gateway.demo import DemoFailed, play
-from gateway.front import Front
 from gateway.processes import NotReady, cannot_listen
 from gateway.up import CannotStart, Stopped, Wanted, running, wait, welcome
 from policies.load import BadPolicy
@@ -37,20 +36,22 @@ def serve(path: Path) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     settings = _load(path)
-    app = _build(settings, path)
+    house = _build(settings, path)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:  # a connection is a file; the usual 1024 are soon used up
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     host, port = settings.listen.host, settings.listen.port
     if port and (trouble := cannot_listen(host, port)):
         raise click.ClickException(f"cannot listen on port {port} of {host}: {trouble}; listen.port names another")
+    gc.collect()
+    gc.freeze()  # what is there now stays: no collection has to walk through it again
     server = uvicorn.Server(
         uvicorn.Config(
-            app,
+            house.surface,
             host=settings.listen.host,
             port=settings.listen.port,
             loop="uvloop",
-            http=Front,
+            http=house.front,  # type: ignore[arg-type]  # uvicorn calls it; it asks for a class
             ws="none",
             access_log=False,
             log_config=None,
@@ -128,12 +129,12 @@ def _load(path: Path) -> config.Config:
         raise click.ClickException(str(error)) from error
 
 
-def _build(settings: config.Config, path: Path) -> Surface:
-    """The application. A policy named module:Class may lie beside the configuration."""
+def _build(settings: config.Config, path: Path) -> House:
+    """The house. A policy named module:Class may lie beside the configuration."""
     sys.path.append(str(path.resolve().parent))
     try:
         return build(settings)
-    except (NoTokenizer, BadPolicy) as error:
+    except (NoTokenizer, BadPolicy, BadAuthority) as error:
         raise click.ClickException(str(error)) from error
 
 

@@ -1,6 +1,6 @@
-"""The HTTP surface. Hot routes are raw ASGI and go straight to serve; the rest is FastAPI.
+"""The routes that are not hot, by FastAPI; the hot ones (endpoints) go from front straight to serve.
 
-Every path that is not listed here is refused, never proxied. Errors are OpenAI's error object.
+Every path that is listed in neither is refused, never proxied. Errors are OpenAI's error object.
 """
 
 import hmac
@@ -14,35 +14,47 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from connector.vllm import Card
+from gateway.cors import Cors
+from gateway.endpoints import ENDPOINTS, STORED
 from gateway.errors import Broken, Forbidden, GatewayError, UnknownModel, error_body
-from gateway.exchange import Exchange, request_id
+from gateway.exchange import request_id
 from gateway.fleet import Fleet
-from gateway.serve import CHAT, COMPLETIONS, Serve
-from gateway.tenants import Tenants, bearer_key
+from gateway.tenants import Tenant, Tenants, bearer_key
 from gateway.trace import CONTENT_TYPE, Telemetry
-
-HOT = frozenset({CHAT, COMPLETIONS})
 
 
 class Surface(FastAPI):
     """The gateway's ASGI application."""
 
-    def __init__(self, serve: Serve, **settings: Any) -> None:
+    def __init__(self, cors: Cors, **settings: Any) -> None:
         super().__init__(
             title="Moongate", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, **settings
         )
-        self._serve = serve
+        self._cors = cors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] in HOT and scope["method"] == "POST":
-            await self._serve(Exchange(scope, receive, send))
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        fields = dict(scope["headers"])
+        more = [(b"x-request-id", request_id(fields)), *self._cors.headers(fields.get(b"origin"))]
+
+        async def tagged(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *more]
+            await send(message)
+
+        allowed = self._cors.preflight(fields) if scope["method"] == "OPTIONS" else []
+        if allowed:
+            await tagged({"type": "http.response.start", "status": 204, "headers": allowed})
+            await send({"type": "http.response.body", "body": b""})
         else:
-            await super().__call__(scope, receive, _with_request_id(scope, send))
+            await super().__call__(scope, receive, tagged)
 
 
 def surface(
-    serve: Serve,
     *,
+    cors: Cors,
     tenants: Tenants,
     fleet: Fleet,
     models: Sequence[str],
@@ -51,7 +63,7 @@ def surface(
     **settings: Any,
 ) -> Surface:
     """The application with all its routes."""
-    app = Surface(serve, **settings)
+    app = Surface(cors, **settings)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -68,14 +80,13 @@ def surface(
     @app.get("/v1/models")
     async def list_models(request: Request) -> Response:
         """What the living engines serve, each model once, with every field that vLLM gives."""
-        tenants.identify(request.scope["headers"])
-        return _json({"object": "list", "data": [card.raw for card in _cards(fleet).values()]})
+        tenant = tenants.identify(dict(request.scope["headers"]))
+        return _json({"object": "list", "data": [card.raw for card in _cards(fleet, tenant).values()]})
 
     @app.get("/v1/models/{name:path}")
     async def one_model(request: Request, name: str) -> Response:
         """One of them."""
-        tenants.identify(request.scope["headers"])
-        card = _cards(fleet).get(name)
+        card = _cards(fleet, tenants.identify(dict(request.scope["headers"]))).get(name)
         if card is None:
             raise UnknownModel
         return _json(card.raw)
@@ -101,14 +112,17 @@ def _errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def broken(_: Request, __: Exception) -> Response:
-        error = Broken("The gateway failed on this request; the operator's log says why.")
+        error = Broken()
         return Response(error.body(), error.status, media_type="application/json")
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
         headers = dict(error.headers or {})
-        if request.scope["path"] in HOT:
-            error, headers = HTTPException(405), {"allow": "POST"}
+        path, method = request.scope["path"], request.scope["method"]
+        stored = STORED.fullmatch(path)
+        if path in ENDPOINTS or stored is not None:
+            allow = "GET" if stored is not None and not stored[2] else "POST"
+            error, headers = (HTTPException(405), {"allow": allow}) if method != allow else (HTTPException(404), {})
         message = {
             404: "There is no such endpoint here; see the README for those that there are.",
             405: f"This endpoint does not take {request.method}.",
@@ -116,11 +130,11 @@ def _errors(app: FastAPI) -> None:
         return Response(error_body(message, "invalid_request_error"), error.status_code, headers, "application/json")
 
 
-def _cards(fleet: Fleet) -> dict[str, Card]:
-    """The models and adapters that living engines serve, each once."""
+def _cards(fleet: Fleet, tenant: Tenant) -> dict[str, Card]:
+    """The models and adapters that living engines serve and this tenant may ask for, each once."""
     cards: dict[str, Card] = {}
     for engine in fleet.engines:
-        if engine.alive:
+        if engine.alive and (tenant.models is None or engine.spec.model in tenant.models):
             for card in engine.cards:
                 if card.id == engine.spec.model or card.parent is not None:
                     cards.setdefault(card.id, card)
@@ -138,13 +152,17 @@ def _engine_gauges(fleet: Fleet) -> Mapping[str, tuple[str, list[tuple[str, floa
         "engine_requests": ("Requests of this gateway under way.", [(e.id, e.requests) for e in fleet.engines]),
         "engine_backlog_tokens": ("Prompt tokens not yet computed.", [(e.id, e.backlog) for e in fleet.engines]),
         "engine_held_blocks": ("Blocks the engine is thought to hold.", [(e.id, len(e.held)) for e in fleet.engines]),
+        "engine_breaker": (
+            "Circuit breaker: 0 closed, 1 half open (one request tries the engine), 2 open (it gets none).",
+            [(e.id, float(e.breaker.state)) for e in fleet.engines],
+        ),
         "engine_connections": ("Connections with an exchange under way.", [(e.id, e.wire.busy) for e in fleet.engines]),
     }
 
 
 def _check_operator(request: Request, admin_key: str | None) -> None:
     if admin_key is not None:
-        given = bearer_key(request.scope["headers"]) or b""
+        given = bearer_key(dict(request.scope["headers"])) or b""
         if not hmac.compare_digest(given, admin_key.encode()):
             raise Forbidden("This endpoint needs the admin key, as 'Authorization: Bearer KEY'.")
     elif request.client is None or not ipaddress.ip_address(request.client.host).is_loopback:
@@ -153,15 +171,3 @@ def _check_operator(request: Request, admin_key: str | None) -> None:
 
 def _json(value: object, status: int = 200) -> Response:
     return Response(orjson.dumps(value), status, media_type="application/json")
-
-
-def _with_request_id(scope: Scope, send: Send) -> Send:
-    """Every answer carries x-request-id, those of FastAPI too."""
-
-    async def tagged(message: Any) -> None:
-        if message["type"] == "http.response.start":
-            name = request_id(scope["headers"]).encode("ascii")
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", name)]
-        await send(message)
-
-    return tagged

@@ -1,9 +1,13 @@
 """Puts the house together: from a configuration to an application, opened and closed in order."""
 
 import logging
+import ssl
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 from fastapi import FastAPI
 
@@ -13,7 +17,9 @@ from connector.tokens import Tokenizer
 from connector.wire import Timeouts
 from gateway import config
 from gateway.api import Surface, surface
+from gateway.cors import Cors
 from gateway.fleet import EngineSpec, EventSource, Fleet
+from gateway.front import Front
 from gateway.limits import Limits
 from gateway.models import Model, Pool
 from gateway.relay import Relay
@@ -26,30 +32,51 @@ from policies.load import load as load_policy
 log = logging.getLogger("moongate")
 
 
-def build(settings: config.Config) -> Surface:
-    """The application. Raises `NoTokenizer` or `BadPolicy` where the configuration names what is not there."""
+class BadAuthority(Exception):
+    """The certificates that engines are checked against cannot be read; the message says which file."""
+
+
+@dataclass(frozen=True, slots=True)
+class House:
+    """The application, and the protocol that its connections speak."""
+
+    surface: Surface
+    front: Callable[..., Front]
+
+
+def build(settings: config.Config) -> House:
+    """The house. Raises `NoTokenizer`, `BadPolicy` or `BadAuthority` where the configuration names what is not there."""
     telemetry = Telemetry(otlp=settings.telemetry.otlp, sample=settings.telemetry.sample)
     tenants = _tenants(settings)
     fleet = _fleet(settings)
     pools = {name: Pool(name, Master(pool.admin, pool.deadline_ms / 1000)) for name, pool in settings.pools.items()}
     models = {model.name: _model(model, pools) for model in settings.models}
+    cors = Cors(settings.listen.cors.origins)
     serve = Serve(
         tenants=tenants,
         limits=Limits(time.monotonic),
-        models=models,
+        models={name: models[model.name] for model in settings.models for name in (model.name, *model.aliases)},
         fleet=fleet,
         policy=load_policy(settings.policy.use, settings.policy.settings),
         fallback=LeastLoaded(),
-        relay=Relay(fleet, telemetry, attempts=settings.retries.attempts, total=settings.timeouts.total),
+        relay=Relay(
+            fleet,
+            telemetry,
+            attempts=settings.retries.attempts,
+            budget=settings.retries.budget,
+            total=settings.timeouts.total,
+        ),
         telemetry=telemetry,
         bounds=Bounds(
             body_bytes=settings.listen.max_body_bytes,
+            held_bytes=settings.listen.max_held_bytes,
             body=settings.timeouts.body,
             handoff=settings.timeouts.handoff,
             attempts=settings.retries.attempts,
             local_prefill=settings.retries.local_prefill,
         ),
         expose_routing=settings.telemetry.expose_routing,
+        access_log=settings.telemetry.access_log,
     )
 
     @asynccontextmanager
@@ -65,8 +92,8 @@ def build(settings: config.Config) -> Surface:
                 pool.master.close()
             telemetry.close()
 
-    return surface(
-        serve,
+    application = surface(
+        cors=cors,
         tenants=tenants,
         fleet=fleet,
         models=tuple(models),
@@ -74,6 +101,8 @@ def build(settings: config.Config) -> Surface:
         admin_key=settings.admin.key.get_secret_value() if settings.admin.key is not None else None,
         lifespan=life,
     )
+    front = partial(Front, route=serve.route, refused=telemetry.refused.inc, write=settings.timeouts.write, cors=cors)
+    return House(application, front)
 
 
 def _tenants(settings: config.Config) -> Tenants:
@@ -85,6 +114,7 @@ def _tenants(settings: config.Config) -> Tenants:
             name=tenant.name,
             share=tenant.share,
             salt_epoch=tenant.salt_epoch,
+            models=frozenset(tenant.models) if tenant.models is not None else None,
             requests_per_minute=tenant.requests_per_minute,
             tokens_per_minute=tenant.tokens_per_minute,
             concurrent=tenant.concurrent,
@@ -109,10 +139,22 @@ def _fleet(settings: config.Config) -> Fleet:
     limits = settings.timeouts
     return Fleet(
         specs,
-        timeouts=Timeouts(connect=limits.connect, head=limits.head, idle=limits.idle),
+        timeouts=Timeouts(
+            connect=limits.connect, head=limits.head, idle=limits.idle, reader=limits.write, total=limits.total
+        ),
         poll=settings.engines.poll_seconds,
         clock=time.monotonic,
+        tls=_authorities(settings.engines.ca),
     )
+
+
+def _authorities(path: Path | None) -> ssl.SSLContext | None:
+    if path is None:
+        return None
+    try:
+        return ssl.create_default_context(cafile=path)
+    except (OSError, ssl.SSLError) as error:
+        raise BadAuthority(f"engines.ca: {path} holds no certificates in PEM form") from error
 
 
 def _events(settings: config.KvEvents | None) -> EventSource | None:

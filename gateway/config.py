@@ -90,13 +90,21 @@ def _refuse_unknown(section: type[BaseModel], data: object) -> None:
             raise ValueError(f"unknown key {key!r}; {hint}")
 
 
+class CorsChoice(Section):
+    origins: Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)] = []
+    """Web pages that may call the gateway from a browser, such as https://app.example; `*` is every one."""
+
+
 class Listen(Section):
     host: str = "127.0.0.1"
     """Address the gateway binds."""
     port: int = Field(8000, ge=0, le=65535)
     """Port the gateway binds."""
     max_body_bytes: int = Field(32 * 1024 * 1024, gt=0)
-    """Largest request body; above it the answer is 413."""
+    """Largest request body, decoded; above it the answer is 413."""
+    max_held_bytes: int = Field(512 * 1024 * 1024, gt=0)
+    """Bytes of all request bodies that wait for an answer to begin; above it the answer is 503."""
+    cors: CorsChoice = CorsChoice()
 
 
 class Admin(Section):
@@ -134,6 +142,8 @@ class Keys(Section):
 class Model(Section):
     name: Name
     """The name that clients use and engines serve."""
+    aliases: list[Name] = []
+    """Other names that clients may use; answers say the engines' own."""
     tokenizer: Path | None = None
     """Folder with tokenizer.json and the chat template. Without one, requests are placed by load."""
     pool: str | None = None
@@ -176,6 +186,8 @@ class Engine(Section):
 class Engines(Section):
     static: list[Engine] = []
     """The engines, one by one."""
+    ca: Path | None = None
+    """Certificate authorities (PEM) that https:// engines are checked against. None: the system's."""
     poll_seconds: float = Field(1.0, gt=0)
     """How often each engine's health and load are read."""
 
@@ -193,9 +205,11 @@ class Timeouts(Section):
     connect: float = Field(5, gt=0)
     """Seconds for a connection to an engine."""
     head: float = Field(600, gt=0)
-    """Seconds until an engine's answer begins; a long prefill takes minutes."""
+    """Seconds until the first byte of an answer's body; a long prefill takes minutes."""
     idle: float = Field(60, gt=0)
     """Seconds between two pieces of an answer."""
+    write: float = Field(60, gt=0)
+    """Seconds for which a client may take nothing of its answer; then it is dropped."""
     total: float = Field(3600, gt=0)
     """Seconds for a whole request."""
     handoff: float = Field(10, gt=0)
@@ -205,6 +219,8 @@ class Timeouts(Section):
 class Retries(Section):
     attempts: int = Field(2, ge=1, le=10)
     """Engines that are tried for a request before its first byte."""
+    budget: float = Field(0.1, ge=0, le=1)
+    """Share of all requests that may be tried again, so that an outage makes no storm."""
     local_prefill: bool = False
     """After failed prefill legs: true lets the decode engine compute the prompt, false is an error."""
 
@@ -221,6 +237,8 @@ class Tenant(Section):
     """API keys, hashed."""
     share: Name | None = None
     """Tenants with the same `share` share one cache domain. None: its own."""
+    models: list[str] | None = None
+    """The models that it may ask for. None: all."""
     salt_epoch: int = 0
     """Another number is another salt: everything cached for the tenant is left behind."""
     requests_per_minute: int | None = Field(None, gt=0)
@@ -238,6 +256,8 @@ class Telemetry(Section):
     """Share of requests traced, where the client's traceparent does not say."""
     expose_routing: bool = False
     """Add x-moongate-route to answers: engine (and prefill engine), reason, predicted own and pool tokens."""
+    access_log: bool = False
+    """One line of JSON for each request, on standard error."""
 
 
 class Config(BaseSettings):
@@ -272,9 +292,13 @@ class Config(BaseSettings):
     @model_validator(mode="after")
     def _references(self) -> Self:
         models = [model.name for model in self.models]
-        _distinct("models", models)
+        _distinct("models", [*models, *(alias for model in self.models for alias in model.aliases)])
         _distinct("tenants", [tenant.name for tenant in self.tenants])
         _distinct("engines.static", [urlsplit(engine.url).netloc for engine in self.engines.static])
+        for tenant in self.tenants:
+            for name in tenant.models or ():
+                if name not in models:
+                    raise ValueError(f"tenants: {tenant.name} names the model {name!r}, which is not under models")
         for model in self.models:
             if model.pool is not None and model.pool not in self.pools:
                 raise ValueError(f"models: {model.name} names the pool {model.pool!r}, which is not under pools")

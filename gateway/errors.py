@@ -1,29 +1,25 @@
 """What a client can be told, as a tree. Each knows its HTTP status and OpenAI's error object.
 
-    GatewayError
-    |-- BadRequest        400 invalid_request_error
-    |-- Unauthorized      401 authentication_error, with WWW-Authenticate
-    |-- Forbidden         403 permission_error
-    |-- UnknownModel      404 invalid_request_error, param model, code model_not_found
-    |-- BodyTooSlow       408 invalid_request_error
-    |-- BodyTooLarge      413 invalid_request_error
-    |-- RateLimited       429 rate_limit_error, with Retry-After
-    |-- Broken            500 server_error: a defect of the gateway's own
-    |-- EngineFailed      502 server_error
-    |-- Unavailable       503 server_error, with Retry-After
-    `-- EngineTimedOut    504 timeout
-
-Beside it stands ClientLeft, which nobody is told.
+GatewayError
+|-- BadRequest        400 invalid_request_error
+|-- Unauthorized      401 authentication_error, with WWW-Authenticate
+|-- Forbidden         403 permission_error
+|-- UnknownModel      404 invalid_request_error, param model, code model_not_found
+|-- NotStored         404 invalid_request_error
+|-- BodyTooSlow       408 invalid_request_error
+|-- BodyTooLarge      413 invalid_request_error
+|-- UnsupportedMedia  415 invalid_request_error
+|-- RateLimited       429 rate_limit_error, with Retry-After
+|-- Broken            500 server_error: a defect of the gateway's own
+|-- EngineFailed      502 server_error
+|-- Unavailable       503 server_error, with Retry-After
+`-- EngineTimedOut    504 timeout
 """
 
 import math
 from typing import ClassVar
 
 import orjson
-
-
-class ClientLeft(Exception):
-    """The client closed its connection: there is nobody to answer."""
 
 
 class GatewayError(Exception):
@@ -83,6 +79,18 @@ class UnknownModel(GatewayError):
         )
 
 
+class NotStored(GatewayError):
+    status = 404
+    type = "invalid_request_error"
+
+    def __init__(self, *, param: str | None = None) -> None:
+        super().__init__(
+            "No engine is known here to keep this response for you; send the whole conversation instead.",
+            param=param,
+            code="response_not_found",
+        )
+
+
 class BodyTooSlow(GatewayError):
     status = 408
     type = "invalid_request_error"
@@ -94,6 +102,20 @@ class BodyTooLarge(GatewayError):
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"The request body is larger than {limit} bytes; send a shorter prompt.")
+
+
+class UnsupportedMedia(GatewayError):
+    status = 415
+    type = "invalid_request_error"
+
+    def __init__(self, message: str, *, accept: bytes | None = None) -> None:
+        """`accept` are the content codings that would do."""
+        super().__init__(message)
+        self._accept = accept
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        return [(b"accept-encoding", self._accept)] if self._accept is not None else []
 
 
 class _ComeBack(GatewayError):
@@ -119,6 +141,9 @@ class Unavailable(_ComeBack):
 
 class Broken(GatewayError):
     status = 500
+
+    def __init__(self) -> None:
+        super().__init__("The gateway failed on this request; the operator's log says why.")
 
 
 class EngineFailed(GatewayError):

@@ -7,8 +7,8 @@ or estimated from what was sent there; it is forgotten when the engine was away.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import ssl
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -17,6 +17,8 @@ from connector.errors import Unreachable, WireError
 from connector.events import Estimated, Held, Reported, Subscription
 from connector.vllm import CacheFacts, Card, EngineControl, Load
 from connector.wire import Timeouts, Wire
+from gateway.breaker import Breaker
+from gateway.sse import Fingerprint
 from policies.interface import Candidate, Role
 
 log = logging.getLogger("moongate")
@@ -51,11 +53,20 @@ class EngineSpec:
 class Engine:
     """One engine and what is known of it now."""
 
-    def __init__(self, spec: EngineSpec, timeouts: Timeouts, poll_timeout: float) -> None:
+    def __init__(
+        self,
+        spec: EngineSpec,
+        timeouts: Timeouts,
+        poll_timeout: float,
+        clock: Callable[[], float],
+        tls: ssl.SSLContext | None,
+    ) -> None:
         self.spec = spec
         self.id = urlsplit(spec.url).netloc
-        self.wire = Wire(spec.url, timeouts)
-        self.control = EngineControl(spec.url, api_key=spec.api_key, timeout=poll_timeout)
+        self.wire = Wire(spec.url, timeouts, tls)
+        self.control = EngineControl(spec.url, api_key=spec.api_key, timeout=poll_timeout, tls=tls)
+        self.breaker = Breaker(clock)
+        self.fingerprint = Fingerprint()
         self.headers: tuple[tuple[bytes, bytes], ...] = (
             ((b"authorization", b"Bearer " + spec.api_key.encode()),) if spec.api_key else ()
         )
@@ -88,6 +99,7 @@ class Engine:
             log.warning("engine %s is out: %s", self.id, trouble)
         self.trouble = trouble
         self.held.clear()
+        self.fingerprint.forget()
 
     def missed(self, trouble: str) -> None:
         """A poll failed. One alone may be the machine's or the network's pause, and takes nobody out."""
@@ -105,23 +117,30 @@ class Engine:
 class Lease:
     """A request's hold on an engine, for as long as it is under way there."""
 
-    __slots__ = ("_backlog", "_prefix", "engine")
+    __slots__ = ("_backlog", "_prefix", "_released", "engine")
 
     def __init__(self, engine: Engine, backlog: int, prefix: Prefix | None) -> None:
         self.engine = engine
         self._backlog = backlog
         self._prefix = prefix
+        self._released = False
+        engine.requests += 1
+        engine.backlog += backlog
+        engine.breaker.trying()
 
     def prefilled(self, computed: bool) -> None:
         """The first byte is there. If the prompt was computed, the engine holds it."""
-        self.release()
+        self.engine.backlog -= self._backlog
+        self._backlog = 0
         if computed and self._prefix is not None and self.engine.alive:
             self.engine.held.computed(self._prefix)
 
     def release(self) -> None:
-        """The prompt is no longer before the engine."""
-        self.engine.backlog -= self._backlog
-        self._backlog = 0
+        """The request is over there. Does nothing the second time."""
+        if not self._released:
+            self._released = True
+            self.engine.requests -= 1
+            self.engine.backlog -= self._backlog
 
 
 class Fleet:
@@ -134,8 +153,12 @@ class Fleet:
         timeouts: Timeouts,
         poll: float,
         clock: Callable[[], float],
+        tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._engines = {engine.id: engine for spec in specs if (engine := Engine(spec, timeouts, max(poll, 1.0) * 3))}
+        """`tls` is how engines with an https:// URL are checked; without one, against the system's authorities."""
+        self._engines = {
+            engine.id: engine for spec in specs if (engine := Engine(spec, timeouts, max(poll, 1.0) * 3, clock, tls))
+        }
         self._poll = poll
         self._clock = clock
         self._watchers: list[asyncio.Task[None]] = []
@@ -195,26 +218,18 @@ class Fleet:
                 own_tokens=engine.held.run(prefix) * prefix.block_size if prefix is not None else 0,
             )
             for engine in self.engines
-            if engine.alive
+            if engine.trouble is None
             and engine.spec.model == model
+            and engine.breaker.lets_through
             and (adapter is None or any(card.id == adapter.name for card in engine.cards))
         ]
 
-    @contextmanager
-    def lease(self, engine_id: str, backlog: int, prefix: Prefix | None) -> Iterator[Lease]:
-        """Count a request on an engine until the block ends, however it ends.
+    def lease(self, engine_id: str, backlog: int, prefix: Prefix | None) -> Lease:
+        """Count a request on an engine until it is released.
 
         `backlog` is the prompt tokens that it will have to compute.
         """
-        engine = self._engines[engine_id]
-        engine.requests += 1
-        engine.backlog += backlog
-        lease = Lease(engine, backlog, prefix)
-        try:
-            yield lease
-        finally:
-            engine.requests -= 1
-            lease.release()
+        return Lease(self._engines[engine_id], backlog, prefix)
 
     def suspect(self, engine_id: str, trouble: str) -> None:
         """No connection could be made: no more work until the next poll finds the engine well."""

@@ -6,8 +6,7 @@ the bucket below zero, which the next request pays for.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gateway.errors import RateLimited
@@ -45,11 +44,67 @@ class Bucket:
         self._at = now
 
 
+class Bytes:
+    """A number of bytes that may be held at once, by all requests together."""
+
+    def __init__(self, most: int) -> None:
+        self._left = most
+
+    def take(self, size: int) -> bool:
+        """Hold `size` bytes more; False, and nothing is held, where they are not free."""
+        if size > self._left:
+            return False
+        self._left -= size
+        return True
+
+    def give(self, size: int) -> None:
+        """Hold them no more."""
+        self._left += size
+
+
+class Budget:
+    """How often something may be done as a share of something else, with a little in hand.
+
+    Each `earn` adds `share`, each `spend` takes one. What is in hand is bounded, so that a long quiet time
+    does not pay for a storm.
+    """
+
+    def __init__(self, share: float, *, first: float = 10.0, most: float = 100.0) -> None:
+        self._share = share
+        self._most = most
+        self._left = first if share else 0.0
+
+    def earn(self) -> None:
+        self._left = min(self._most, self._left + self._share)
+
+    def spend(self) -> bool:
+        """Whether there is one to spend; it is then spent."""
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
 @dataclass(slots=True)
 class _State:
     requests: Bucket | None
     tokens: Bucket | None
     running: int = field(default=0)
+
+
+class Slot:
+    """A tenant's request under way. A plain class: contextlib's takes three times as long."""
+
+    __slots__ = ("_state",)
+
+    def __init__(self, state: _State) -> None:
+        self._state = state
+
+    def __enter__(self) -> None:
+        self._state.running += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._state.running -= 1
 
 
 class Limits:
@@ -59,9 +114,8 @@ class Limits:
         self._clock = clock
         self._states: dict[str, _State] = {}
 
-    @contextmanager
-    def admit(self, tenant: Tenant) -> Iterator[None]:
-        """Hold one of the tenant's slots. Raises `RateLimited`."""
+    def admit(self, tenant: Tenant) -> "Slot":
+        """One of the tenant's slots, to be held in a `with`. Raises `RateLimited`."""
         state = self._state(tenant)
         if tenant.concurrent is not None and state.running >= tenant.concurrent:
             raise RateLimited(
@@ -74,11 +128,7 @@ class Limits:
                 retry_after=wait,
                 code="request_limit",
             )
-        state.running += 1
-        try:
-            yield
-        finally:
-            state.running -= 1
+        return Slot(state)
 
     def charge(self, tenant: Tenant, tokens: int) -> None:
         """Take a prompt's tokens from the tenant's budget. Raises `RateLimited`."""

@@ -13,61 +13,90 @@
     settle     predicted against actual, usage, the span         here
 
 Each step takes what the step before it made and returns a new frozen value. A step that cannot know
-something says so and the request goes on without it: it is then placed by load.
+something says so and the request goes on without it: it is then placed by load. All of them up to the
+first byte of the answer happen in `_open`, whose end is the end of the request's body: while the answer
+streams, only `Account` remembers what it was about.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
+from msgspec import Struct
+from msgspec.structs import replace
 
 from connector.blocks import Adapter, Prefix, hash_prompt
 from connector.errors import Inexact
 from connector.handoff import engine_body, prefill_body, wants_usage
 from connector.mooncake import KeyScheme, Residency
-from gateway.errors import BadRequest, Broken, ClientLeft, EngineFailed, GatewayError, Unavailable, UnknownModel
+from connector.splice import NotAnObject, members
+from gateway import forms
+from gateway.dialects import Dialect
+from gateway.encodings import decoded
+from gateway.endpoints import ENDPOINTS, STORED, Endpoint
+from gateway.errors import (
+    BadRequest,
+    Broken,
+    EngineFailed,
+    GatewayError,
+    NotStored,
+    Unavailable,
+    UnknownModel,
+    UnsupportedMedia,
+)
 from gateway.exchange import Exchange
 from gateway.fleet import Fleet
-from gateway.limits import Limits
+from gateway.front import Handler
+from gateway.limits import Bytes, Limits
 from gateway.models import Model
-from gateway.relay import Leg, LegFailed, Relay, Result, Target
+from gateway.relay import Leg, LegFailed, Relay, Reply, Result, Target
+from gateway.stored import Stored
 from gateway.tenants import Tenant, Tenants
 from gateway.trace import Telemetry, Trace
 from policies.interface import Candidate, Job, NoCapacity, Outcome, Placement, Policy, expected, uncached
 
 log = logging.getLogger("moongate")
-
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
+access = logging.getLogger("moongate.access")
 
 INLINE_BYTES = 16 * 1024
 """Bodies above this many bytes are tokenised and hashed in a thread, so that others go on."""
 
-
 EXACT_BYTES = 8 * 1024 * 1024
 """Bodies above this many bytes are placed by load: no context is so long, and tokens take a hundredfold of memory."""
 
+SHALLOW = 250
+"""Brackets in a body up to which it cannot be nested too deeply."""
 
-@dataclass(frozen=True, slots=True)
-class Call:
+GLANCED = frozenset(
+    {"model", "stream", "stream_options", "cache_salt", "kv_transfer_params", "ec_transfer_params", "vllm_xargs",
+     "previous_response_id"}
+)  # fmt: skip
+"""What is read of a body above EXACT_BYTES: parsing all of it would hold everybody up."""
+
+
+class Call(Struct, frozen=True):
     """A parsed request."""
 
     tenant: Tenant
-    path: str
+    endpoint: Endpoint
+    target: str
+    """Path and query."""
     model: Model
     adapter: Adapter | None
     salt: str | None
     raw: bytes
     body: Mapping[str, Any]
+    rename: str | None = None
+    """The engines' name of the model, where the client used an alias."""
+    content_type: bytes | None = None
+    """Of a body that is no JSON."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(Struct, frozen=True):
     """What is known of a call's prompt."""
 
     tokens: int | None
@@ -82,15 +111,27 @@ class Prompt:
         return self.prefix.reusable * self.prefix.block_size if self.prefix is not None else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """A call, what is known of it, and where it goes."""
 
     call: Call
     prompt: Prompt
     job: Job
-    candidates: tuple[Candidate, ...]
+    candidates: Sequence[Candidate]
     placement: Placement
+
+
+class Account(Struct, frozen=True):
+    """What is left of a plan when its answer begins: what was predicted, and for whom."""
+
+    tenant: Tenant
+    job: Job
+    candidates: Sequence[Candidate]
+    placement: Placement
+    predicted: bool
+    """Whether residency was known well enough to be held against what engines say."""
+    prefilled: Result | None = None
+    """The prefill leg, where there was one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +139,7 @@ class Bounds:
     """How long and how often: seconds, and engines tried."""
 
     body_bytes: int
+    held_bytes: int
     body: float
     handoff: float
     attempts: int
@@ -105,7 +147,7 @@ class Bounds:
 
 
 class Serve:
-    """Answers /v1/chat/completions and /v1/completions."""
+    """Answers every hot endpoint."""
 
     def __init__(
         self,
@@ -120,8 +162,9 @@ class Serve:
         telemetry: Telemetry,
         bounds: Bounds,
         expose_routing: bool = False,
+        access_log: bool = False,
     ) -> None:
-        """`fallback` places a request where `policy` fails to."""
+        """`models` are by every name that clients may use; `fallback` places a request where `policy` fails to."""
         self._tenants = tenants
         self._limits = limits
         self._models = models
@@ -132,110 +175,157 @@ class Serve:
         self._telemetry = telemetry
         self._bounds = bounds
         self._expose_routing = expose_routing
+        self._access_log = access_log
+        self._held = Bytes(bounds.held_bytes)
+        self._stored = Stored()
         self._sick_pools: set[str] = set()
+
+    def route(self, method: str, path: str) -> Handler | None:
+        """Who answers this; None where it is no hot endpoint."""
+        if method == "POST" and path in ENDPOINTS:
+            return self
+        stored = STORED.fullmatch(path) if path.startswith("/v1/responses/") else None
+        if stored is not None and method == ("POST" if stored[2] else "GET"):
+            return self
+        return None
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer one request, whatever happens to it."""
-        trace = self._telemetry.begin(exchange.headers)
-        trace.fact("moongate.request_id", exchange.request_id)
-        tenant, model, status = "", "", "500"
+        trace = self._telemetry.begin(exchange.fields)
+        endpoint = ENDPOINTS.get(exchange.path)
         try:
-            caller = self._tenants.identify(exchange.headers)
-            tenant = caller.name
+            tenant = self._tenants.identify(exchange.fields)
+            trace.tenant = tenant.name
             trace.step("identify")
-            with self._limits.admit(caller):
-                call = self._parse(
-                    caller, exchange.path, await exchange.body(self._bounds.body_bytes, self._bounds.body)
-                )
-                model = call.model.name
-                trace.step("parse")
-                async with exchange.present():
-                    result = await self._answer(exchange, trace, call)
-            status = str(result.status) if result.error is None else result.error
-        except ClientLeft:
-            status = "client_left"
+            with self._limits.admit(tenant):
+                if endpoint is not None:
+                    await self._answer(exchange, trace, tenant, endpoint)
+                else:
+                    await self._recall(exchange, trace, tenant)
         except GatewayError as error:
-            status = str(error.status)
-            await exchange.refuse(error)
+            trace.status = str(error.status)
+            self._refuse(exchange, error, endpoint.dialect if endpoint is not None else Dialect.CHAT)
+        except asyncio.CancelledError:
+            trace.status = "client_left"
+            if not exchange.left:
+                raise
         except Exception:
-            log.exception("request %s met a defect", exchange.request_id)
-            if not exchange.started:
-                await exchange.refuse(Broken("The gateway failed on this request; the operator's log says why."))
+            log.exception("request %s met a defect", exchange.request_id.decode())
+            self._refuse(exchange, Broken(), endpoint.dialect if endpoint is not None else Dialect.CHAT)
         finally:
-            self._telemetry.requests.labels(tenant, model, status).inc()
-            self._telemetry.seconds.labels(model).observe(time.perf_counter() - trace.started)
-            for name, value in (("tenant", tenant), ("model", model), ("status", status)):
-                trace.fact(f"moongate.{name}", value)
-            self._telemetry.end(trace)
+            exchange.release()
+            self._count(exchange, trace)
 
-    async def _answer(self, exchange: Exchange, trace: Trace, call: Call) -> Result:
+    async def _answer(self, exchange: Exchange, trace: Trace, tenant: Tenant, endpoint: Endpoint) -> None:
+        reply, account = await self._open(exchange, trace, tenant, endpoint)
+        exchange.release()
+        try:
+            result = await self._relay.give(exchange, reply)
+        except asyncio.CancelledError:
+            self._settle_left(account, reply.result())
+            raise
+        trace.step("relay")
+        self._settle(trace, account, result)
+        if result.made is not None:
+            self._stored.keep(tenant.name, result.made, account.job.model, result.engine)
+        trace.status = str(result.status) if result.error is None else result.error
+
+    async def _open(
+        self, exchange: Exchange, trace: Trace, tenant: Tenant, endpoint: Endpoint
+    ) -> tuple[Reply, Account]:
+        """All steps up to the first byte of the answer."""
+        call = await self._parse(exchange, tenant, endpoint)
+        trace.model = call.model.name
+        trace.step("parse")
         prompt = await self._know(call)
         trace.step("tokenize and hash")
         self._charge(call, prompt)
-        candidates = tuple(self._survey(call, prompt))
+        candidates = self._survey(call, prompt)
         residency = await self._look_up(call, prompt)
         trace.step("look up")
         job = self._job(call, prompt, residency)
         placement = self._place(job, candidates)
-        self._telemetry.placements.labels(job.model, placement.prefill or placement.engine, placement.reason).inc()
+        self._telemetry.placements.inc(job.model, placement.prefill or placement.engine, placement.reason)
         trace.step("place")
-        self._note(trace, call, prompt, residency, placement)
+        if trace.recorded:
+            _note(trace, call, prompt, residency, placement)
         plan = Plan(call, prompt, job, candidates, placement)
+        headers = ((b"x-request-id", exchange.request_id), *trace.context())
         deadline = self._relay.deadline()
         try:
             if placement.prefill is None:
-                result = await self._one_leg(exchange, trace, plan, deadline)
-            else:
-                result = await self._two_legs(exchange, trace, plan, deadline)
+                reply = await self._relay.open(self._answer_leg(plan, headers), self._targets(plan), deadline)
+                return reply, self._account(plan)
+            return await self._open_apart(trace, plan, headers, deadline)
         except GatewayError:
             self._observe(placement, Outcome(ok=False, engine=placement.engine, ttft=None, cached_tokens=None))
             raise
-        trace.step("relay")
-        return result
 
-    def _parse(self, tenant: Tenant, path: str, raw: bytes) -> Call:
+    async def _parse(self, exchange: Exchange, tenant: Tenant, endpoint: Endpoint) -> Call:
         """Bytes to an object, once. What the gateway does not need itself is the engine's to judge."""
-        try:
-            body = orjson.loads(raw)
-        except orjson.JSONDecodeError as error:
-            raise BadRequest(f"The body is not JSON: line {error.lineno}, column {error.colno}.") from None
-        if not isinstance(body, dict):
-            raise BadRequest("The body must be a JSON object.")
+        raw = await exchange.body(self._bounds.body_bytes, self._bounds.body, self._held)
+        coding = exchange.fields.get(b"content-encoding")
+        if coding is not None:
+            raw = await asyncio.to_thread(decoded, raw, coding, self._bounds.body_bytes)
+            exchange.grow(len(raw))
+        kind = exchange.fields.get(b"content-type", b"")
+        if endpoint.form:
+            body = forms.fields(raw, kind)
+        elif b"charset" in kind and b"utf-8" not in kind.lower():
+            raise UnsupportedMedia("The body must be JSON in UTF-8.")
+        else:
+            body = await _object(raw)
         name = body.get("model")
         if not isinstance(name, str) or not name:
             raise BadRequest("model must be the name of a model; GET /v1/models lists them.", param="model")
         if not isinstance(body.get("stream"), bool | None):
             raise BadRequest("stream must be true or false.", param="stream")
+        model, adapter = self._model(tenant, name)
+        return Call(
+            tenant=tenant,
+            endpoint=endpoint,
+            target=f"{exchange.path}?{exchange.query}" if exchange.query else exchange.path,
+            model=model,
+            adapter=adapter,
+            salt=self._tenants.salt(tenant, body.get("cache_salt")) if endpoint.salted else None,
+            raw=raw,
+            body=body,
+            rename=model.name if adapter is None and name != model.name else None,
+            content_type=kind if endpoint.form else None,
+        )
+
+    def _model(self, tenant: Tenant, name: str) -> tuple[Model, Adapter | None]:
+        """The model that is meant by a name: its own, an alias, or an adapter's."""
         adapter: Adapter | None = None
         model = self._models.get(name)
         if model is None:
             base, adapter = self._fleet.adapter(name) or (None, None)
             model = self._models.get(base) if base is not None else None
-        if model is None:
+        if model is None or (tenant.models is not None and model.name not in tenant.models):
             raise UnknownModel
-        salt = self._tenants.salt(tenant, body.get("cache_salt"))
-        return Call(tenant, path, model, adapter, salt, raw, body)
+        return model, adapter
 
     async def _know(self, call: Call) -> Prompt:
         """Render, tokenize and hash the prompt, as the engine will."""
-        try:
-            if len(call.raw) > INLINE_BYTES:
-                prompt = await asyncio.to_thread(self._hash, call)
-            else:
-                prompt = self._hash(call)
-        except Inexact as error:
-            prompt = Prompt(None, None, None, error.reason)
+        reason = _unknowable(call)
+        if reason is not None:
+            prompt = Prompt(None, None, None, reason)
+        else:
+            try:
+                if len(call.raw) > INLINE_BYTES:
+                    prompt = await asyncio.to_thread(self._hash, call)
+                else:
+                    prompt = self._hash(call)
+            except Inexact as error:
+                prompt = Prompt(None, None, None, error.reason)
         if prompt.inexact is not None:
-            self._telemetry.inexact.labels(call.model.name, prompt.inexact).inc()
+            self._telemetry.inexact.inc(call.model.name, prompt.inexact)
         return prompt
 
     def _hash(self, call: Call) -> Prompt:
-        if len(call.raw) > EXACT_BYTES:
-            raise Inexact("too_long")
         tokenizer = call.model.tokenizer
-        if tokenizer is None:
-            raise Inexact("no_tokenizer")
-        ids = tokenizer.chat(call.body) if call.path == CHAT else tokenizer.completion(call.body)
+        assert tokenizer is not None
+        ids = tokenizer.chat(call.body) if call.endpoint.prompt == "chat" else tokenizer.completion(call.body)
         if _scores_its_prompt(call):
             return Prompt(len(ids), None, None, "prompt_logprobs")
         try:
@@ -249,10 +339,17 @@ class Serve:
         """Take the prompt from the tenant's budget; one that was not counted is charged when it is settled."""
         self._limits.charge(call.tenant, prompt.tokens or 0)
 
-    def _survey(self, call: Call, prompt: Prompt) -> list[Candidate]:
+    def _survey(self, call: Call, prompt: Prompt) -> Sequence[Candidate]:
         candidates = self._fleet.candidates(call.model.name, call.adapter, prompt.prefix)
         if not candidates:
             raise Unavailable(f"No engine for {call.model.name} is available; try again shortly.")
+        if call.endpoint.makes and (previous := call.body.get("previous_response_id")) is not None:
+            home = self._stored.home(call.tenant.name, previous) if isinstance(previous, str) else None
+            if home is None:
+                raise NotStored(param="previous_response_id")
+            candidates = [candidate for candidate in candidates if candidate.id == home[1]]
+            if not candidates:
+                raise Unavailable("The engine that keeps this response is not available; try again shortly.")
         return candidates
 
     async def _look_up(self, call: Call, prompt: Prompt) -> Residency | None:
@@ -262,9 +359,9 @@ class Serve:
             return None
         started = time.perf_counter()
         residency = await pool.master.look_up(prompt.prefix, prompt.keys)
-        self._telemetry.lookup_seconds.labels(pool.name).observe(time.perf_counter() - started)
-        self._telemetry.lookups.labels(pool.name, residency.trouble or "known").inc()
-        self._telemetry.lookup_keys.labels(pool.name).inc(residency.asked)
+        self._telemetry.lookup_seconds.observe(time.perf_counter() - started, pool.name)
+        self._telemetry.lookups.inc(pool.name, residency.trouble or "known")
+        self._telemetry.lookup_keys.add(residency.asked, pool.name)
         if (residency.trouble is None) is (pool.name in self._sick_pools):
             self._tell_of_pool(pool.name, residency.trouble)
         return residency
@@ -302,54 +399,36 @@ class Serve:
                 raise Unavailable(f"{job.model}: {error}; try again shortly.") from None
         return placement
 
-    async def _one_leg(self, exchange: Exchange, trace: Trace, plan: Plan, deadline: float) -> Result:
-        """The whole request on one engine."""
-        result = await self._relay.answer(exchange, trace, self._answer_leg(plan), self._targets(plan), deadline)
-        self._settle(trace, plan, result.engine, result, result)
-        return result
-
-    async def _two_legs(self, exchange: Exchange, trace: Trace, plan: Plan, deadline: float) -> Result:
+    async def _open_apart(
+        self, trace: Trace, plan: Plan, headers: Sequence[tuple[bytes, bytes]], deadline: float
+    ) -> tuple[Reply, Account]:
         """Prefill on one engine, the last block seen in the pool, then decode on the engine that suits best now."""
-        first = await self._prefill(exchange, trace, plan, deadline)
+        first = await self._prefill(plan, headers, deadline)
         trace.step("prefill")
-        if first is not None and not first.ok:
-            self._settle(trace, plan, first.engine, first, first)
-            return first
+        if first is not None and first.status >= 400:
+            return first, self._account(plan)
         job = replace(plan.job, prefilled=True)
         if first is not None and await self._handed_over(plan):
             job = replace(job, pool_tokens=plan.prompt.reusable_tokens)
         trace.step("hand over")
         able = [c for c in self._survey(plan.call, plan.prompt) if c.role != "prefill"]
-        others = [c for c in able if first is None or c.id != first.engine]
-        candidates = tuple(others or able)
+        others = [c for c in able if first is None or c.id != first.lease.engine.id]
+        candidates = others or able
         placement = replace(self._place(job, candidates), prefill=None, reason=plan.placement.reason)
         decode = replace(plan, job=job, candidates=candidates, placement=placement)
-        lost = self._telemetry.handoffs.labels(plan.call.model.name, "decode_failed")
+        targets = self._targets(decode, first.lease.engine.id if first is not None else None)
         try:
-            result = await self._relay.answer(
-                exchange,
-                trace,
-                self._answer_leg(decode),
-                self._targets(decode, first.engine if first is not None else None),
-                deadline,
-            )
+            reply = await self._relay.open(self._answer_leg(decode, headers), targets, deadline)
         except GatewayError:
-            lost.inc()
+            self._telemetry.handoffs.inc(plan.call.model.name, "decode_failed")
             raise
-        trace.fact("moongate.decode.cached_tokens", result.cached_tokens)
-        if not result.ok:
-            lost.inc()
-        if first is None:
-            self._settle(trace, decode, result.engine, result, result)
-        else:
-            self._settle(trace, plan, first.engine, first, result)
-        return result
+        return reply, self._account(plan, first.result()) if first is not None else self._account(decode)
 
-    async def _prefill(self, exchange: Exchange, trace: Trace, plan: Plan, deadline: float) -> Result | None:
+    async def _prefill(self, plan: Plan, headers: Sequence[tuple[bytes, bytes]], deadline: float) -> Reply | None:
         """Run the prefill leg, on another engine where one fails. None: let the decode engine compute the prompt."""
         call, placement, candidates = plan.call, plan.placement, list(plan.candidates)
-        with _writing():
-            leg = Leg(call.path, prefill_body(call.body, call.salt), plan.prompt.prefix)
+        body = prefill_body(call.raw, call.body, call.salt, call.rename)
+        leg = Leg(call.target, body, plan.prompt.prefix, headers=headers)
         failed: GatewayError = EngineFailed("No prefill engine was tried; this is a defect of the gateway.")
         for _ in range(self._bounds.attempts):
             chosen = next((c for c in candidates if c.id == placement.prefill), None)
@@ -357,17 +436,17 @@ class Serve:
                 break
             try:
                 target = Target(chosen.id, uncached(plan.job, chosen))
-                result = await self._relay.prefill(exchange, trace, leg, target, deadline)
+                reply = await self._relay.prefill(leg, target, deadline)
             except LegFailed as failure:
                 failed = failure.error
-                self._telemetry.handoffs.labels(call.model.name, "prefill_failed").inc()
+                self._telemetry.handoffs.inc(call.model.name, "prefill_failed")
                 candidates.remove(chosen)
                 placement = self._place(plan.job, candidates)
             else:
-                return result
+                return reply
         if not self._bounds.local_prefill:
             raise failed
-        self._telemetry.handoffs.labels(call.model.name, "local_prefill").inc()
+        self._telemetry.handoffs.inc(call.model.name, "local_prefill")
         return None
 
     async def _handed_over(self, plan: Plan) -> bool:
@@ -377,16 +456,31 @@ class Serve:
             return False
         started = time.perf_counter()
         seen = await pool.master.wait_for(prefix.hashes[prefix.reusable - 1], keys, self._bounds.handoff)
-        self._telemetry.handoff_seconds.labels(plan.call.model.name).observe(time.perf_counter() - started)
-        self._telemetry.handoffs.labels(plan.call.model.name, "seen" if seen else "late").inc()
+        self._telemetry.handoff_seconds.observe(time.perf_counter() - started, plan.call.model.name)
+        self._telemetry.handoffs.inc(plan.call.model.name, "seen" if seen else "late")
         return seen
 
     @staticmethod
-    def _answer_leg(plan: Plan) -> Leg:
-        call = plan.call
-        with _writing():
-            body = engine_body(call.raw, call.body, call.salt)
-        return Leg(call.path, body, plan.prompt.prefix, hide_usage=not wants_usage(call.body))
+    def _answer_leg(plan: Plan, headers: Sequence[tuple[bytes, bytes]]) -> Leg:
+        call, endpoint = plan.call, plan.call.endpoint
+        if endpoint.form:
+            body: Sequence[bytes] = (call.raw,)
+        else:
+            body = engine_body(call.raw, call.body, salt=call.salt, ask_usage=endpoint.asks_usage, model=call.rename)
+        return Leg(
+            call.target,
+            body,
+            plan.prompt.prefix,
+            dialect=endpoint.dialect,
+            content_type=call.content_type,
+            hide_usage=endpoint.asks_usage and not wants_usage(call.body),
+            headers=headers,
+        )
+
+    @staticmethod
+    def _account(plan: Plan, prefilled: Result | None = None) -> Account:
+        known = plan.prompt.prefix is not None and (plan.call.model.pool is None or plan.job.pool_tokens is not None)
+        return Account(plan.call.tenant, plan.job, plan.candidates, plan.placement, known, prefilled)
 
     def _targets(self, plan: Plan, prefill: str | None = None) -> list[Target]:
         """The placement's engine and its spares, each with what it would have to compute."""
@@ -404,51 +498,82 @@ class Serve:
         reason = "".join(letter for letter in plan.placement.reason if letter.isprintable())
         return f"{legs}; reason={reason}; own={own}; pool={pool}".encode("ascii", "replace")
 
-    @staticmethod
-    def _note(trace: Trace, call: Call, prompt: Prompt, residency: Residency | None, placement: Placement) -> None:
-        """The facts of the decision, onto the request's span."""
-        trace.fact("moongate.prompt_tokens", prompt.tokens)
-        trace.fact("moongate.inexact", prompt.inexact)
-        trace.fact("moongate.adapter", call.adapter.name if call.adapter is not None else None)
-        if residency is not None:
-            trace.fact("moongate.pool.trouble", residency.trouble)
-            trace.fact("moongate.pool.run_blocks", residency.run)
-            trace.fact("moongate.pool.keys_asked", residency.asked)
-        trace.fact("moongate.engine", placement.engine)
-        trace.fact("moongate.prefill", placement.prefill)
-        trace.fact("moongate.reason", placement.reason)
-        trace.fact("moongate.predicted.own_tokens", placement.own_tokens)
-        trace.fact("moongate.predicted.pool_tokens", placement.pool_tokens)
+    async def _recall(self, exchange: Exchange, trace: Trace, tenant: Tenant) -> None:
+        """GET or cancel a response that an engine keeps: it goes to that engine, or nowhere."""
+        found = STORED.fullmatch(exchange.path)
+        home = self._stored.home(tenant.name, found[1]) if found is not None else None
+        if home is None:
+            raise NotStored
+        trace.model, engine = home
+        if not any(candidate.id == engine for candidate in self._fleet.candidates(trace.model, None, None)):
+            raise Unavailable("The engine that keeps this response is not available; try again shortly.")
+        body = await exchange.body(self._bounds.body_bytes, self._bounds.body, self._held)
+        leg = Leg(
+            f"{exchange.path}?{exchange.query}" if exchange.query else exchange.path,
+            (body,),
+            method=exchange.method,
+            dialect=Dialect.RESPONSES,
+            headers=((b"x-request-id", exchange.request_id), *trace.context()),
+        )
+        reply = await self._relay.open(leg, [Target(engine, 0)], self._relay.deadline())
+        result = await self._relay.give(exchange, reply)
+        trace.status = str(result.status) if result.error is None else result.error
 
-    def _settle(self, trace: Trace, plan: Plan, engine: str, prefilled: Result, answered: Result) -> None:
+    def _settle(self, trace: Trace, account: Account, result: Result) -> None:
         """Compare predicted and actual cached tokens on the engine that prefilled, and settle the usage."""
-        tenant, model = plan.call.tenant, plan.call.model.name
-        candidate = next(c for c in plan.candidates if c.id == engine)
-        own, pool = expected(plan.job, candidate)
+        telemetry, tenant, model = self._telemetry, account.tenant, account.job.model
+        prefilled = account.prefilled or result
+        if account.prefilled is not None and not result.ok:
+            telemetry.handoffs.inc(model, "decode_failed")
         actual = prefilled.cached_tokens
-        predicted = plan.prompt.prefix is not None and (
-            plan.call.model.pool is None or plan.job.pool_tokens is not None
-        )
-        if predicted and prefilled.status < 400 and actual is not None:
-            self._telemetry.predicted.labels(tenant.name, engine, "own").inc(own)
-            self._telemetry.predicted.labels(tenant.name, engine, "pool").inc(pool)
-            self._telemetry.actual.labels(tenant.name, engine).inc(actual)
-            self._telemetry.error.labels(engine).observe(abs(own + pool - actual))
-        self._telemetry.ttft.labels(model, answered.engine).observe(answered.ttft)
-        prompt_tokens = answered.tokens("prompt_tokens")
-        completion_tokens = answered.tokens("completion_tokens")
-        self._telemetry.prompt_tokens.labels(tenant.name, model).inc(prompt_tokens or 0)
-        self._telemetry.completion_tokens.labels(tenant.name, model).inc(completion_tokens or 0)
-        uncharged = (prompt_tokens or 0) if plan.prompt.tokens is None else 0
-        self._limits.settle(tenant, uncharged + (completion_tokens or 0))
-        trace.fact("moongate.answered_by", answered.engine)
-        trace.fact("moongate.actual.cached_tokens", actual)
-        trace.fact("moongate.completion_tokens", completion_tokens)
-        trace.fact("moongate.ttft_seconds", answered.ttft)
-        self._observe(
-            plan.placement,
-            Outcome(ok=answered.ok, engine=answered.engine, ttft=answered.ttft, cached_tokens=actual),
-        )
+        if account.predicted and prefilled.status < 400 and actual is not None:
+            own, pool = expected(account.job, next(c for c in account.candidates if c.id == prefilled.engine))
+            telemetry.predicted.add(own, tenant.name, prefilled.engine, "own")
+            telemetry.predicted.add(pool, tenant.name, prefilled.engine, "pool")
+            telemetry.actual.add(actual, tenant.name, prefilled.engine)
+            telemetry.error.observe(abs(own + pool - actual), prefilled.engine)
+        telemetry.ttft.observe(result.ttft, model, result.engine)
+        usage = result.usage
+        prompt = usage.prompt if usage is not None and usage.prompt is not None else 0
+        completion = usage.completion if usage is not None and usage.completion is not None else 0
+        telemetry.prompt_tokens.add(prompt, tenant.name, model)
+        telemetry.completion_tokens.add(completion, tenant.name, model)
+        self._limits.settle(tenant, completion + (prompt if account.job.prompt_tokens is None else 0))
+        if trace.recorded:
+            trace.fact("moongate.answered_by", result.engine)
+            trace.fact("moongate.actual.cached_tokens", actual)
+            trace.fact("moongate.decode.cached_tokens", result.cached_tokens if account.prefilled else None)
+            trace.fact("moongate.completion_tokens", completion)
+            trace.fact("moongate.ttft_seconds", result.ttft)
+        self._observe(account.placement, Outcome(result.ok, result.engine, result.ttft, actual))
+
+    def _settle_left(self, account: Account, result: Result) -> None:
+        """The client left a stream: what had gone by is charged, an event as a token."""
+        self._telemetry.completion_tokens.add(result.events, account.tenant.name, account.job.model)
+        self._limits.settle(account.tenant, result.events)
+
+    @staticmethod
+    def _refuse(exchange: Exchange, error: GatewayError, dialect: Dialect) -> None:
+        if exchange.started:
+            exchange.drop()
+        else:
+            headers = [(b"content-type", b"application/json"), *error.headers]
+            exchange.answer(error.status, headers, dialect.refusal(error))
+
+    def _count(self, exchange: Exchange, trace: Trace) -> None:
+        """The request is over: its metrics, its span, its line in the access log."""
+        seconds = time.perf_counter() - trace.started
+        self._telemetry.requests.inc(trace.tenant, trace.model, trace.status)
+        self._telemetry.seconds.observe(seconds, trace.model)
+        if self._access_log:
+            line = {"request": exchange.request_id.decode(), "tenant": trace.tenant, "model": trace.model,
+                    "path": exchange.path, "status": trace.status, "seconds": round(seconds, 4)}  # fmt: skip
+            access.info(orjson.dumps(line).decode())
+        if trace.recorded:
+            trace.fact("moongate.request_id", exchange.request_id.decode())
+            for name, value in (("tenant", trace.tenant), ("model", trace.model), ("status", trace.status)):
+                trace.fact(f"moongate.{name}", value)
+        self._telemetry.end(trace)
 
     def _observe(self, placement: Placement, outcome: Outcome) -> None:
         try:
@@ -458,25 +583,72 @@ class Serve:
             self._telemetry.policy_failures.inc()
 
 
-@contextmanager
-def _writing() -> Iterator[None]:
-    """Refuse what orjson reads but does not write: it reads 1024 levels and writes 254."""
+async def _object(raw: bytes) -> Mapping[str, Any]:
+    """The JSON object of a body; of a very large one only what the gateway needs itself."""
+    if len(raw) > EXACT_BYTES:
+        return await asyncio.to_thread(_glance, raw)
     try:
-        yield
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"The body is not JSON: line {error.lineno}, column {error.colno}.") from None
+    if not isinstance(body, dict):
+        raise BadRequest("The body must be a JSON object.")
+    if raw.count(b"[") + raw.count(b"{") >= SHALLOW:
+        _check_depth(body)
+    return body
+
+
+def _check_depth(body: Mapping[str, Any]) -> None:
+    """Refuse what is nested more deeply than engines read: orjson reads 1,024 levels and writes 254."""
+    try:
+        orjson.dumps(body)
     except orjson.JSONEncodeError:
-        raise BadRequest("The body is nested too deeply; 250 levels are certain to pass.") from None
+        raise BadRequest(f"The body is nested too deeply; {SHALLOW} levels are certain to pass.") from None
+
+
+def _glance(raw: bytes) -> Mapping[str, Any]:
+    try:
+        return {m.name: orjson.loads(raw[m.value : m.end]) for m in members(raw) if m.name in GLANCED}
+    except (NotAnObject, orjson.JSONDecodeError):
+        raise BadRequest("The body must be a JSON object.") from None
+
+
+def _unknowable(call: Call) -> str | None:
+    """Why the prompt's tokens cannot be known here, where that is plain before looking at it."""
+    if call.endpoint.prompt is None:
+        return "endpoint"
+    if call.model.tokenizer is None:
+        return "no_tokenizer"
+    return "too_long" if len(call.raw) > EXACT_BYTES else None
+
+
+def _note(trace: Trace, call: Call, prompt: Prompt, residency: Residency | None, placement: Placement) -> None:
+    """The facts of the decision, onto the request's span."""
+    trace.fact("moongate.prompt_tokens", prompt.tokens)
+    trace.fact("moongate.inexact", prompt.inexact)
+    trace.fact("moongate.adapter", call.adapter.name if call.adapter is not None else None)
+    if residency is not None:
+        trace.fact("moongate.pool.trouble", residency.trouble)
+        trace.fact("moongate.pool.run_blocks", residency.run)
+        trace.fact("moongate.pool.keys_asked", residency.asked)
+    trace.fact("moongate.engine", placement.engine)
+    trace.fact("moongate.prefill", placement.prefill)
+    trace.fact("moongate.reason", placement.reason)
+    trace.fact("moongate.predicted.own_tokens", placement.own_tokens)
+    trace.fact("moongate.predicted.pool_tokens", placement.pool_tokens)
 
 
 def _among(candidates: Sequence[Candidate], placement: Placement) -> Placement:
     """The placement, if every engine that it names is a candidate."""
-    named = {placement.engine, placement.prefill or placement.engine, *placement.spares}
-    if strange := named.difference(c.id for c in candidates):
-        raise ValueError(f"the policy named engines that are no candidates: {', '.join(map(str, strange))}")
+    known = {candidate.id for candidate in candidates}
+    for name in (placement.engine, placement.prefill or placement.engine, *placement.spares):
+        if name not in known:
+            raise ValueError(f"the policy named an engine that is no candidate: {name}")
     return placement
 
 
 def _scores_its_prompt(call: Call) -> bool:
     """Whether the prompt's own logprobs are asked for: vLLM then computes all of it and reads no cache."""
     body = call.body
-    echoed = call.path == COMPLETIONS and bool(body.get("echo")) and body.get("logprobs") is not None
+    echoed = call.endpoint.prompt == "completion" and bool(body.get("echo")) and body.get("logprobs") is not None
     return body.get("prompt_logprobs") is not None or echoed

@@ -25,6 +25,8 @@ class Tenant:
     name: str
     share: str | None = None
     salt_epoch: int = 0
+    models: frozenset[str] | None = None
+    """What may be asked for; None: everything."""
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     concurrent: int | None = None
@@ -41,16 +43,16 @@ class Tenants:
         """`by_digest` None lets everybody in as `anonymous`; no `secret` leaves requests unsalted."""
         self._by_digest = by_digest
         self._secret = secret.encode() if secret is not None else None
+        self._salts: dict[str, str | None] = {}
 
-    def identify(self, headers: list[tuple[bytes, bytes]]) -> Tenant:
-        """The tenant whose key the headers carry. Raises `Unauthorized`, before any body is read."""
+    def identify(self, fields: Mapping[bytes, bytes]) -> Tenant:
+        """The tenant whose key the header carries. Raises `Unauthorized`, before any body is read."""
         if self._by_digest is None:
             return ANONYMOUS
-        key = bearer_key(headers)
+        key = bearer_key(fields)
         if key is None:
             raise Unauthorized("No API key was sent; send it as 'Authorization: Bearer KEY'.", code="missing_api_key")
-        digest = hashlib.sha256(key).hexdigest()
-        tenant = self._by_digest.get(digest)
+        tenant = self._by_digest.get(hashlib.sha256(key).hexdigest())
         if tenant is None:
             raise Unauthorized(
                 "This API key is not known here; ask whoever runs the gateway for one.", code="invalid_api_key"
@@ -62,10 +64,17 @@ class Tenants:
 
         Raises `BadRequest` where the client's own salt is not a string.
         """
-        if client_salt is not None and not isinstance(client_salt, str):
+        if client_salt is None:
+            if tenant.name not in self._salts:  # as many as there are tenants in the configuration
+                self._salts[tenant.name] = self._salt(tenant, "")
+            return self._salts[tenant.name]
+        if not isinstance(client_salt, str):
             raise BadRequest("cache_salt must be a string.", param="cache_salt")
-        if client_salt and len(client_salt) > MAX_CLIENT_SALT:
+        if len(client_salt) > MAX_CLIENT_SALT:
             raise BadRequest(f"cache_salt is longer than {MAX_CLIENT_SALT} characters.", param="cache_salt")
+        return self._salt(tenant, client_salt)
+
+    def _salt(self, tenant: Tenant, client_salt: str) -> str | None:
         if self._secret is None and not client_salt:
             return None
         kind, owner = ("group", tenant.share) if tenant.share is not None else ("tenant", tenant.name)
@@ -76,19 +85,17 @@ class Tenants:
                 kind.encode(),
                 owner.encode(),
                 str(tenant.salt_epoch).encode(),
-                (client_salt or "").encode("utf-8", "surrogatepass"),
+                client_salt.encode("utf-8", "surrogatepass"),
             )
         )
         return hmac.new(self._secret or b"", message, hashlib.sha256).hexdigest()
 
 
-def bearer_key(headers: list[tuple[bytes, bytes]]) -> bytes | None:
+def bearer_key(fields: Mapping[bytes, bytes]) -> bytes | None:
     """The key in `Authorization: Bearer`, or in `x-api-key`."""
-    for name, value in headers:
-        if name == b"authorization":
-            scheme, _, key = value.partition(b" ")
-            if scheme.lower() == b"bearer" and key.strip():
-                return key.strip()
-        elif name == b"x-api-key" and value.strip():
-            return value.strip()
-    return None
+    scheme, _, key = fields.get(b"authorization", b"").partition(b" ")
+    if scheme in (b"Bearer", b"bearer") or scheme.lower() == b"bearer":
+        key = key.strip()
+        if key:
+            return key
+    return fields.get(b"x-api-key", b"").strip() or None

@@ -1,7 +1,8 @@
 """disaggregated: decode first, and prefill elsewhere where that is worth a second engine."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from policies.cache_aware import CacheAware
 from policies.interface import Candidate, Job, NoCapacity, Outcome, Placement, uncached

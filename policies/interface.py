@@ -6,8 +6,9 @@ learned). This file imports nothing of the house, so that a policy of yours need
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
+
+from msgspec import Struct
 
 Role = Literal["both", "prefill", "decode"]
 
@@ -16,8 +17,7 @@ class NoCapacity(Exception):
     """No candidate can take this job; the message says why and is shown to the client."""
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(Struct, frozen=True):
     """What is to be placed."""
 
     model: str
@@ -30,8 +30,7 @@ class Job:
     """Another engine has computed the prompt: only who decodes is to be chosen."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Struct, frozen=True):
     """One engine that serves the job's model and is alive, as it stood when the job was placed."""
 
     id: str
@@ -46,8 +45,7 @@ class Candidate:
     """Leading tokens of this prompt that the engine holds itself, in whole blocks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(Struct, frozen=True):
     """Where a job goes."""
 
     engine: str
@@ -64,8 +62,7 @@ class Placement:
     """A few words from a fixed set, for people who read traces."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(Struct, frozen=True):
     """What became of a placement."""
 
     ok: bool

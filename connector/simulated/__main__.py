@@ -18,11 +18,12 @@ import uvicorn
 from connector.blocks import Adapter, Algorithm, HashScheme
 from connector.errors import ConnectorError
 from connector.mooncake import KeyScheme
-from connector.simulated.app import Api, Model
+from connector.simulated.app import Api
 from connector.simulated.engine import Engine, Role, Settings
 from connector.simulated.events import Numbers
 from connector.simulated.metrics import Metrics
 from connector.simulated.model import NAME, make
+from connector.simulated.serving import Model
 from connector.simulated.timing import Speed
 
 ROLES: dict[str, Role] = {
@@ -45,13 +46,14 @@ Example: two engines that share a pool, with a master on port 50051:
 
 @dataclass(frozen=True, slots=True)
 class Listen:
-    """Where this engine listens. No port, no events."""
+    """Where this engine listens, and to what. No port, no events."""
 
     host: str
     port: int
     events_port: int | None
     replay_port: int | None
     whole_hashes: bool
+    parses_tools: bool
 
 
 @click.command(epilog=EXAMPLE, context_settings={"show_default": True, "max_content_width": 110})
@@ -83,6 +85,9 @@ class Listen:
 @click.option("--int-block-hashes", is_flag=True, help="Write hashes in KV events as 64-bit numbers, vLLM's default.")
 @click.option("--role", type=click.Choice(list(ROLES)), default="both")
 @click.option("--lora", "adapters", multiple=True, metavar="NAME=PATH", help="An adapter; may be given several times.")
+@click.option(
+    "--tool-parser/--no-tool-parser", default=True, help="Call tools, or refuse as vLLM without a parser does."
+)
 @click.option("--time-scale", default=1.0, help="Real seconds for a simulated one; 0: as fast as it goes.")
 @click.option("--seed", default=0, help="Another seed, other words.")
 @click.option("--prefill-tokens-per-second", default=SPEED.prefill_tokens_per_second)
@@ -101,6 +106,7 @@ def main(**options: Any) -> None:
         options["events_port"],
         options["replay_port"],
         not options["int_block_hashes"],
+        options["tool_parser"],
     )
     try:
         with _folder(options["model"]) as folder:
@@ -132,7 +138,8 @@ async def _serve(model: Model, settings: Settings, listen: Listen, master: str |
 
             pool = await stack.enter_async_context(Store(master, keys))
         engine = await stack.enter_async_context(Engine(settings, metrics, pool=pool, events=events))
-        app = Api(model, engine, events.settings() if events else None).app()
+        sources = events.settings() if events else None
+        app = Api(model, engine, sources, parses_tools=listen.parses_tools).app()
         config = uvicorn.Config(
             app, host=listen.host, port=listen.port, log_level="warning", timeout_graceful_shutdown=1, lifespan="off"
         )

@@ -4,14 +4,16 @@ Compared with a running engine: which fields there are, their order, which are n
 usage and the fingerprint stand in a stream.
 """
 
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
 from connector.simulated.ask import Ask
 from connector.simulated.engine import Generation, Output
+from connector.simulated.script import Call
 
 DONE = b"data: [DONE]\n\n"
 
@@ -37,6 +39,67 @@ class Chosen:
     token_ids: Sequence[int]
 
 
+class Events(Protocol):
+    """The events of a streamed answer, as bytes."""
+
+    def begin(self) -> list[bytes]:
+        """What is told before there is a token."""
+
+    def events(self, output: Output) -> list[bytes]:
+        """What one token brings."""
+
+    def end(self) -> list[bytes]:
+        """What follows the last token."""
+
+
+class Form(Protocol):
+    """One endpoint's way to tell what was generated."""
+
+    def whole(self, choices: Sequence[Chosen]) -> dict[str, Any]: ...
+
+    def stream(self, generations: Sequence[Generation]) -> Events: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChatForm:
+    """/v1/chat/completions."""
+
+    heading: Heading
+    ask: Ask
+
+    def whole(self, choices: Sequence[Chosen]) -> dict[str, Any]:
+        return whole_chat(self.heading, self.ask, choices)
+
+    def stream(self, generations: Sequence[Generation]) -> Events:
+        return Stream(self.heading, self.ask, generations, [""])
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionForm:
+    """/v1/completions; `texts` are the prompts that an echo repeats."""
+
+    heading: Heading
+    ask: Ask
+    texts: Sequence[str]
+
+    def whole(self, choices: Sequence[Chosen]) -> dict[str, Any]:
+        return whole_completion(self.heading, self.ask, choices, self.texts)
+
+    def stream(self, generations: Sequence[Generation]) -> Events:
+        return Stream(self.heading, self.ask, generations, self.texts)
+
+
+def call_id() -> str:
+    """A new name for a tool's call."""
+    return f"chatcmpl-tool-{uuid.uuid4().hex[:16]}"
+
+
+def called(choice: Chosen) -> Call | None:
+    """The tool's call that an answer is; one that was cut short is text."""
+    call = choice.generation.prompt.call
+    return call if call is not None and len(choice.text) >= call.ends else None
+
+
 def event(data: dict[str, Any]) -> bytes:
     return b"data: %b\n\n" % orjson.dumps(data)
 
@@ -52,7 +115,7 @@ def whole_chat(heading: Heading, ask: Ask, choices: Sequence[Chosen]) -> dict[st
         "choices": [_chat_choice(index, choice, ask) for index, choice in enumerate(choices)],
         "service_tier": None,
         "system_fingerprint": heading.fingerprint,
-        "usage": _usage(choices, first.created),
+        "usage": usage_of(choices, first.created),
         "prompt_logprobs": None,
         "prompt_token_ids": list(first.prompt.tokens) if ask.return_token_ids else None,
         "prompt_text": None,
@@ -85,7 +148,7 @@ def whole_completion(heading: Heading, ask: Ask, choices: Sequence[Chosen], prom
         ],
         "service_tier": None,
         "system_fingerprint": heading.fingerprint,
-        "usage": _usage(choices, None),
+        "usage": usage_of(choices, None),
         "kv_transfer_params": None,
         "ec_transfer_params": None,
         "metrics": None,
@@ -102,6 +165,10 @@ class Stream:
         self._prompts = prompts
         self._begun: set[int] = set()
         self._tokens = [0] * len(generations)
+        self._said = [0] * len(generations)
+
+    def begin(self) -> list[bytes]:
+        return []
 
     def events(self, output: Output) -> list[bytes]:
         """What one token brings; the first one of a chat brings the roles too."""
@@ -109,6 +176,8 @@ class Stream:
         self._tokens[output.choice] += output.token is not None
         choice = self._chat_choice(output) if self._ask.chat else self._completion_choice(output)
         self._begun.add(output.choice)
+        if choice is None:
+            return begin
         piece = self._piece([choice])
         if self._ask.continuous_usage:
             piece["usage"] = self._so_far(output.choice)
@@ -133,16 +202,33 @@ class Stream:
             {**piece, "prompt_token_ids": list(tokens) if self._ask.return_token_ids else None, "prompt_text": None}
         )
 
-    def _chat_choice(self, output: Output) -> dict[str, Any]:
+    def _chat_choice(self, output: Output) -> dict[str, Any] | None:
+        """None: this token only brings on a tool's call, there is nothing to tell yet."""
+        call = self._generations[output.choice].prompt.call
+        delta = {"content": output.text} if call is None else self._call_delta(call, output)
+        if not delta and output.finish is None and not self._ask.return_token_ids:
+            return None
+        over = call is not None and self._said[output.choice] >= call.ends and output.finish == "stop"
         choice: dict[str, Any] = {
             "index": output.choice,
-            "delta": {"content": output.text},
+            "delta": delta,
             "logprobs": None,
-            "finish_reason": output.finish,
+            "finish_reason": "tool_calls" if over and not self._ask.forced else output.finish,
         }
         if output.finish is not None:
             choice["stop_reason"] = output.stop_reason
         return {**choice, "token_ids": self._ids(output)}
+
+    def _call_delta(self, call: Call, output: Output) -> dict[str, Any]:
+        """The name comes first, the arguments as they are said."""
+        before = self._said[output.choice]
+        after = self._said[output.choice] = before + len(output.text)
+        calls: list[dict[str, Any]] = []
+        if before < call.named <= after:
+            calls.append({"id": call_id(), "type": "function", "index": 0, "function": {"name": call.name}})
+        if piece := call.piece(before, after):
+            calls.append({"index": 0, "function": {"arguments": piece}})
+        return {"tool_calls": calls} if calls else {}
 
     def _completion_choice(self, output: Output) -> dict[str, Any]:
         first = output.choice not in self._begun
@@ -198,26 +284,35 @@ class Stream:
 
 
 def _chat_choice(index: int, choice: Chosen, ask: Ask) -> dict[str, Any]:
+    call = called(choice)
+    content = choice.text if call is None else "" if ask.insisted else None
     return {
         "index": index,
         "message": {
             "role": "assistant",
-            "content": choice.text,
+            "content": content,
             "refusal": None,
             "annotations": None,
             "audio": None,
             "function_call": None,
+            **({} if call is None else {"tool_calls": [_tool_call(call)]}),
             "reasoning": None,
         },
         "logprobs": None,
-        "finish_reason": choice.generation.finish,
+        "finish_reason": choice.generation.finish if call is None or ask.forced else "tool_calls",
         "stop_reason": choice.generation.stop_reason,
         "token_ids": list(choice.token_ids) if ask.return_token_ids else None,
         "routed_experts": None,
     }
 
 
-def _usage(choices: Sequence[Chosen], created: int | None) -> dict[str, Any]:
+def _tool_call(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call_id(), "type": "function", "function": function}
+
+
+def usage_of(choices: Sequence[Chosen], created: int | None) -> dict[str, Any]:
+    """The usage of an answer in one piece; `created` where the endpoint tells what was brought into the cache."""
     distinct = {id(choice.generation.prompt.tokens): choice.generation for choice in choices}
     prompt = sum(len(generation.prompt.tokens) for generation in distinct.values())
     generated = sum(len(choice.token_ids) for choice in choices)

@@ -5,19 +5,29 @@ that go beyond a type stand below in vLLM's order. Sources: vllm/entrypoints/ope
 vllm/sampling_params.py and vllm/entrypoints/serve/exception_handling of 0.32.0. Fields that shape
 the distribution of tokens are checked and then have no effect: the words come from the prompt, and
 where logprobs are asked for they are null.
+
+Which of vLLM's requests take a `cache_salt`: chat and text completions, responses, messages,
+embeddings, score and rerank. Which do not: tokenize, detokenize, messages/count_tokens, audio. The
+rule for it (128 characters, none of them `@`, a slash, a backslash or NUL) is the same everywhere.
+`guided_json` and its kin are gone from vLLM and have no effect; `structured_outputs` took their place.
 """
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from connector.simulated.script import Wanted
+
 MAX_SALT = 128
 MAX_LOGPROBS = 20
 MAX_REPORTED = 10
+ANY_OBJECT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+"""What is answered where JSON is wanted and no schema is given."""
 _KINDS = frozenset({"str", "int", "float", "bool", "list", "dict", "none", "union", "nullable", "function-after"})
 
 Token = Annotated[int, Field(ge=0)]
@@ -102,6 +112,24 @@ class Message(_Open):
     content: str | list[dict[str, Any]] | None = None
 
 
+class JsonSchema(_Open):
+    name: str
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class ResponseFormat(_Open):
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+
+
+class Structured(_Open):
+    """vLLM's own way to say what the answer must be; the first of these that is set counts."""
+
+    json_: str | dict[str, Any] | None = Field(default=None, alias="json")
+    choice: list[str] | None = None
+    json_object: bool | None = None
+
+
 class ChatBody(Sampling):
     messages: list[Message]
     max_tokens: int | None = None
@@ -109,6 +137,9 @@ class ChatBody(Sampling):
     logprobs: bool | None = False
     top_logprobs: int | None = 0
     tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: Structured | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -118,6 +149,8 @@ class ChatBody(Sampling):
 
 class CompletionBody(Sampling):
     prompt: list[Token] | list[list[Token]] | str | list[str] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: Structured | None = None
     max_tokens: int | None = 16
     echo: bool | None = False
     logprobs: int | None = None
@@ -162,6 +195,14 @@ class Ask:
     return_token_ids: bool
     echo: bool
     salt: str | None
+    wanted: Wanted | None = None
+    """The form of the answer; None: words."""
+    forced: bool = False
+    """Whether the tool was named by the request: then the answer ends as if no tool were called."""
+    insisted: bool = False
+    """Whether the request named a tool or required one: then there is content beside the call, an empty one."""
+    limit_field: str = "max_tokens"
+    """What the limit is called where it is refused."""
 
 
 def checked(kind: type[Body], body: Mapping[str, Any]) -> Body:
@@ -182,8 +223,8 @@ def malformed(errors: Sequence[Mapping[str, Any]]) -> Refusal:
     return Refusal(message, _place(errors[0]["loc"]), kind="Bad Request")
 
 
-def chat_ask(body: dict[str, Any]) -> Ask:
-    """Check a chat body. Raises `Refusal`."""
+def chat_ask(body: dict[str, Any], *, parses_tools: bool) -> Ask:
+    """Check a chat body. `parses_tools`: whether the engine has a tool parser. Raises `Refusal`."""
     _before(body)
     _tool_choice(body)
     if body.get("continue_final_message") and body.get("add_generation_prompt"):
@@ -196,11 +237,18 @@ def chat_ask(body: dict[str, Any]) -> Ask:
             "Chat template is passed with request, but --trust-request-chat-template is not set. "
             "Refused request with untrusted chat template."
         )
-    _unparsed_tools(body)
+    if not parses_tools:
+        _unparsed_tools(body)
     if not chat.messages:
         raise Refusal("Cannot apply chat template to an empty conversation. Provide at least one message.")
     limit = chat.max_completion_tokens if chat.max_completion_tokens is not None else chat.max_tokens
-    return _ask(chat, chat=True, max_tokens=limit, echo=False)
+    return replace(
+        sampled(chat, chat=True, max_tokens=limit, echo=False),
+        wanted=tool_due(body) or formed(chat.response_format, chat.structured_outputs),
+        forced=isinstance(body.get("tool_choice"), dict),
+        insisted=body.get("tool_choice") not in (None, "none", "auto"),
+        limit_field="max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens",
+    )
 
 
 def completion_ask(body: dict[str, Any]) -> tuple[CompletionBody, Ask]:
@@ -219,7 +267,31 @@ def completion_ask(body: dict[str, Any]) -> tuple[CompletionBody, Ask]:
         )
     limit = 16 if completion.max_tokens is None else completion.max_tokens
     echo = completion.echo is True
-    return completion, _ask(completion, chat=False, max_tokens=limit or int(echo), echo=echo)
+    ask = sampled(completion, chat=False, max_tokens=limit or int(echo), echo=echo)
+    return completion, replace(ask, wanted=formed(completion.response_format, completion.structured_outputs))
+
+
+def formed(form: ResponseFormat | None, structured: Structured | None) -> Wanted | None:
+    """The form that is asked for. Raises `Refusal`."""
+    if form is not None and form.type == "json_object":
+        return Wanted(schema=ANY_OBJECT)
+    if form is not None and form.json_schema is not None:
+        return Wanted(schema=form.json_schema.schema_ or ANY_OBJECT)
+    if structured is None:
+        return None
+    if structured.json_ is not None:
+        return Wanted(schema=_schema(structured.json_))
+    if structured.choice:
+        return Wanted(text=structured.choice[0])
+    return Wanted(schema=ANY_OBJECT) if structured.json_object else None
+
+
+def _schema(given: str | dict[str, Any]) -> dict[str, Any]:
+    try:
+        schema = json.loads(given) if isinstance(given, str) else given
+    except ValueError as error:
+        raise Refusal(f"Invalid JSON schema: {error}") from error
+    return schema if isinstance(schema, dict) else {}
 
 
 def check_limits(ask: Ask, prompt: int, exact: bool, max_model_len: int) -> int:
@@ -229,11 +301,23 @@ def check_limits(ask: Ask, prompt: int, exact: bool, max_model_len: int) -> int:
     """
     if ask.max_tokens is not None and ask.max_tokens > max_model_len:
         raise Refusal.of(
-            "max_tokens",
-            f"max_tokens={ask.max_tokens} cannot be greater than max_model_len={max_model_len}. "
+            ask.limit_field,
+            f"{ask.limit_field}={ask.max_tokens} cannot be greater than max_model_len={max_model_len}. "
             "Please request fewer output tokens.",
             ask.max_tokens,
         )
+    check_room(prompt, exact=exact, max_model_len=max_model_len)
+    left = max_model_len - prompt
+    limit = left if ask.max_tokens is None else min(left, ask.max_tokens)
+    if limit < 1:
+        raise Refusal.of("max_tokens", f"max_tokens must be at least 1, got {limit}.", limit)
+    if ask.min_tokens > limit:
+        raise Refusal(f"min_tokens must be less than or equal to max_tokens={limit}, got {ask.min_tokens}.")
+    return limit
+
+
+def check_room(prompt: int, *, exact: bool, max_model_len: int) -> None:
+    """Whether the model takes a prompt of so many tokens. Raises `Refusal`."""
     if prompt > max_model_len:
         counted = prompt if exact else max_model_len + 1
         raise Refusal.of(
@@ -243,13 +327,6 @@ def check_limits(ask: Ask, prompt: int, exact: bool, max_model_len: int) -> int:
             "output tokens. Please reduce the length of the input prompt.",
             counted,
         )
-    left = max_model_len - prompt
-    limit = left if ask.max_tokens is None else min(left, ask.max_tokens)
-    if limit < 1:
-        raise Refusal.of("max_tokens", f"max_tokens must be at least 1, got {limit}.", limit)
-    if ask.min_tokens > limit:
-        raise Refusal(f"min_tokens must be less than or equal to max_tokens={limit}, got {ask.min_tokens}.")
-    return limit
 
 
 def flattened(body: dict[str, Any], model: str) -> dict[str, Any]:
@@ -268,7 +345,8 @@ def flattened(body: dict[str, Any], model: str) -> dict[str, Any]:
     return {**body, "messages": messages}
 
 
-def _ask(body: Sampling, *, chat: bool, max_tokens: int | None, echo: bool) -> Ask:
+def sampled(body: Sampling, *, chat: bool, max_tokens: int | None, echo: bool) -> Ask:
+    """What the shared fields ask for. Raises `Refusal`."""
     _sampling(body)
     options = body.stream_options or StreamOptions()
     include = options.include_usage is True
@@ -293,9 +371,8 @@ def _ask(body: Sampling, *, chat: bool, max_tokens: int | None, echo: bool) -> A
     )
 
 
-def _before(body: dict[str, Any]) -> None:
-    """What vLLM checks before the fields' types."""
-    salt = body.get("cache_salt")
+def check_salt(salt: object) -> None:
+    """Raises `Refusal`."""
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise Refusal.of("cache_salt", "Parameter 'cache_salt' must be a non-empty string if provided.")
     if isinstance(salt, str) and (len(salt) > MAX_SALT or re.search(r"[@/\\\x00]", salt)):
@@ -304,6 +381,11 @@ def _before(body: dict[str, Any]) -> None:
             f"Parameter 'cache_salt' must be at most {MAX_SALT} characters and must not contain "
             "'@', '/', '\\\\', or NUL.",
         )
+
+
+def _before(body: dict[str, Any]) -> None:
+    """What vLLM checks before the fields' types."""
+    check_salt(body.get("cache_salt"))
     form = body.get("response_format")
     if isinstance(form, dict) and form.get("type") == "json_schema" and form.get("json_schema") is None:
         raise Refusal.of(
@@ -334,6 +416,26 @@ def _tool_choice(body: dict[str, Any]) -> None:
         raise Refusal.of(
             "tool_choice", "The tool specified in `tool_choice` does not match any of the specified `tools`"
         )
+
+
+def tool_due(body: dict[str, Any]) -> Wanted | None:
+    """The tool to call now: the one that is named, else the first, of own accord once for each user's turn."""
+    tools = body.get("tools")
+    choice = body.get("tool_choice", "auto" if tools else "none")
+    if not tools or choice in (None, "none"):
+        return None
+    roles = [message["role"] for message in body["messages"]]
+    if choice == "auto" and "tool" in roles[_last(roles, "user") :]:
+        return None
+    if choice == "auto" and "user" not in roles:
+        return None
+    wanted = _name(choice) if isinstance(choice, dict) else _name(tools[0])
+    tool = next(tool["function"] for tool in tools if _name(tool) == wanted)
+    return Wanted(schema=tool.get("parameters") or {}, tool=tool["name"])
+
+
+def _last(roles: Sequence[str], role: str) -> int:
+    return len(roles) - 1 - roles[::-1].index(role) if role in roles else 0
 
 
 def _unparsed_tools(body: dict[str, Any]) -> None:

@@ -22,7 +22,8 @@ from connector.blocks import Adapter, HashScheme, hash_prompt
 from connector.simulated.cache import Cache
 from connector.simulated.events import Chain, Event, Numbers, put, removed, stored
 from connector.simulated.metrics import Metrics
-from connector.simulated.text import Answer
+from connector.simulated.script import Call
+from connector.simulated.text import Saying
 from connector.simulated.timing import Hold, Scheduler, Speed, Step, Work
 
 Finish = Literal["stop", "length", "abort"]
@@ -51,7 +52,7 @@ class Prompt:
     """One prompt to answer once."""
 
     tokens: Sequence[int]
-    answer: Answer
+    answer: Saying
     max_tokens: int
     min_tokens: int = 0
     ignore_eos: bool = False
@@ -61,6 +62,8 @@ class Prompt:
     salt: str | None = None
     adapter: Adapter | None = None
     lora_id: int | None = None
+    call: Call | None = None
+    """The tool's call that the answer is."""
 
 
 @dataclass(frozen=True, slots=True)

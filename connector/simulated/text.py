@@ -9,6 +9,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from tokenizers import Tokenizer
 
@@ -30,6 +31,16 @@ class NoWords(ConnectorError):
 class Word:
     token: int
     text: str
+
+
+class Saying(Protocol):
+    """An answer, word by word."""
+
+    @property
+    def length(self) -> int:
+        """Words before the end."""
+
+    def word(self, position: int) -> Word: ...
 
 
 class Voice:

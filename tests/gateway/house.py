@@ -14,7 +14,6 @@ import uvicorn
 
 from gateway.app import build
 from gateway.config import Config
-from gateway.front import Front
 from tests.double import CHAT, Collector, Engine, Master
 
 KEY = "sk-team-a"
@@ -106,9 +105,16 @@ def chat(text: str = "Tell me of the pool.", **fields: Any) -> dict[str, Any]:
 @asynccontextmanager
 async def serving(tree: dict[str, Any]) -> AsyncIterator[House]:
     """Run a gateway with this configuration."""
-    app = build(Config(**tree))
+    house = build(Config(**tree))
     config = uvicorn.Config(
-        app, port=0, http=Front, ws="none", lifespan="on", access_log=False, log_config=None, server_header=False
+        house.surface,
+        port=0,
+        http=house.front,
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        server_header=False,
     )
     config.load()
     server = uvicorn.Server(config)

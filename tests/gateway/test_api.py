@@ -67,7 +67,7 @@ async def test_cold_routes_take_get_only(house: House, path: str) -> None:
     "path",
     [
         "/", "/docs", "/redoc", "/openapi.json", "/v1", "/v1/", "/v1/chat", "/v1/chat/completions/", "/v1/model",
-        "/health/", "/V1/models", "/v1/chat/completions/x", "//v1/chat/completions", "/tokenize",
+        "/health/", "/V1/models", "/v1/chat/completions/x", "//v1/chat/completions", "/tokenize/",
         "/invocations", "/pooling", "/score", "/load_lora_adapter", "/sleep", "/reset_prefix_cache", "/server_info",
         "/admin", "/debug", "/workers", "/.env", "/v1/../metrics/x", "/%2e%2e/metrics",
     ],

@@ -14,7 +14,13 @@ DIGEST = "ab" * 32
 OTHER = "cd" * 32
 MINIMAL: dict[str, Any] = {"models": [{"name": "tiny"}], "auth": {"mode": "none"}}
 FULL: dict[str, Any] = {
-    "listen": {"host": "0.0.0.0", "port": 9000, "max_body_bytes": 1000},
+    "listen": {
+        "host": "0.0.0.0",
+        "port": 9000,
+        "max_body_bytes": 1000,
+        "max_held_bytes": 5000,
+        "cors": {"origins": ["https://app.example"]},
+    },
     "admin": {"key": "canary-admin"},
     "auth": {"mode": "keys"},
     "secret": "canary-secret",
@@ -22,6 +28,7 @@ FULL: dict[str, Any] = {
     "models": [
         {
             "name": "tiny",
+            "aliases": ["small"],
             "tokenizer": "/models/tiny",
             "pool": "main",
             "hash": "sha256",
@@ -40,23 +47,25 @@ FULL: dict[str, Any] = {
                 "kv_events": {"connect": "tcp://10.0.0.7:5557"},
             }
         ],
+        "ca": "/etc/engines.pem",
         "poll_seconds": 2,
     },
     "policy": {"use": "least_loaded", "settings": {"request_tokens": 5}},
-    "timeouts": {"body": 1, "connect": 2, "head": 3, "idle": 4, "total": 5, "handoff": 6},
-    "retries": {"attempts": 3, "local_prefill": True},
+    "timeouts": {"body": 1, "connect": 2, "head": 3, "idle": 4, "write": 9, "total": 5, "handoff": 6},
+    "retries": {"attempts": 3, "budget": 0.5, "local_prefill": True},
     "tenants": [
         {
             "name": "team-a",
             "keys": [{"sha256": DIGEST}],
             "share": "group",
+            "models": ["tiny"],
             "salt_epoch": 3,
             "requests_per_minute": 1,
             "tokens_per_minute": 2,
             "concurrent": 3,
         }
     ],
-    "telemetry": {"otlp": "http://127.0.0.1:4318/v1/traces", "sample": 0.5, "expose_routing": True},
+    "telemetry": {"otlp": "http://127.0.0.1:4318/v1/traces", "sample": 0.5, "expose_routing": True, "access_log": True},
 }
 
 
@@ -219,7 +228,10 @@ def test_masked_shows_no_secret_and_no_digest(tmp_path: Path) -> None:
         ({"models": []}, "models"),
         ({"models": [{"name": "tiny"}, {"name": "tiny"}]}, "'tiny' stands there twice"),
         ({"models": [{"name": "tiny", "pool": "mian"}]}, "names the pool 'mian', which is not under pools"),
-        ({"models": [{"name": "other"}]}, "serves 'tiny', which is not under models"),
+        ({"models": [{"name": "tiny", "aliases": ["tiny"]}]}, "'tiny' stands there twice"),
+        ({"models": [{"name": "tiny", "aliases": ["x"]}, {"name": "big", "aliases": ["x"]}]}, "'x' stands there twice"),
+        ({"models": [{"name": "other"}], "tenants": []}, "serves 'tiny', which is not under models"),
+        ({"models": [{"name": "other"}]}, "team-a names the model 'tiny', which is not under models"),
         ({"secret": None}, "needs a secret and at least one tenant"),
         ({"tenants": []}, "needs a secret and at least one tenant"),
         (
@@ -249,6 +261,8 @@ def test_masked_shows_no_secret_and_no_digest(tmp_path: Path) -> None:
         ({"pools": {"main": {"admin": []}}}, "pools.main.admin"),
         ({"timeouts": {"head": 0}}, "timeouts.head"),
         ({"retries": {"attempts": 0}}, "retries.attempts"),
+        ({"retries": {"budget": 1.5}}, "retries.budget"),
+        ({"listen": {"max_held_bytes": 0}}, "listen.max_held_bytes"),
         ({"telemetry": {"sample": 2}}, "telemetry.sample"),
     ],
 )

@@ -11,10 +11,12 @@ from gateway.errors import (
     EngineTimedOut,
     Forbidden,
     GatewayError,
+    NotStored,
     RateLimited,
     Unauthorized,
     Unavailable,
     UnknownModel,
+    UnsupportedMedia,
     error_body,
 )
 
@@ -23,10 +25,12 @@ TREE: list[tuple[GatewayError, int, str]] = [
     (Unauthorized("m"), 401, "authentication_error"),
     (Forbidden("m"), 403, "permission_error"),
     (UnknownModel(), 404, "invalid_request_error"),
+    (NotStored(), 404, "invalid_request_error"),
     (BodyTooSlow("m"), 408, "invalid_request_error"),
     (BodyTooLarge(10), 413, "invalid_request_error"),
+    (UnsupportedMedia("m"), 415, "invalid_request_error"),
     (RateLimited("m"), 429, "rate_limit_error"),
-    (Broken("m"), 500, "server_error"),
+    (Broken(), 500, "server_error"),
     (EngineFailed("m"), 502, "server_error"),
     (Unavailable("m"), 503, "server_error"),
     (EngineTimedOut("m"), 504, "timeout"),
@@ -64,6 +68,17 @@ def test_param_and_code_are_told() -> None:
 def test_unknown_model_says_which_parameter() -> None:
     told = orjson.loads(UnknownModel().body())["error"]
     assert (told["param"], told["code"]) == ("model", "model_not_found")
+
+
+@pytest.mark.parametrize("param", [None, "previous_response_id"])
+def test_not_stored_says_which_parameter_named_the_response(param: str | None) -> None:
+    told = orjson.loads(NotStored(param=param).body())["error"]
+    assert (told["param"], told["code"]) == (param, "response_not_found")
+
+
+def test_unsupported_media_names_the_codings_that_would_do() -> None:
+    assert UnsupportedMedia("m", accept=b"gzip, br").headers == [(b"accept-encoding", b"gzip, br")]
+    assert UnsupportedMedia("m").headers == []
 
 
 def test_unauthorized_names_its_scheme() -> None:

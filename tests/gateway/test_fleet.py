@@ -11,6 +11,7 @@ from connector.blocks import Adapter, Prefix
 from connector.events import DEFAULT_BLOCKS
 from connector.vllm import CacheFacts
 from connector.wire import Timeouts
+from gateway.breaker import FAILURES, FIRST_SECONDS
 from gateway.fleet import STALE_AFTER, EngineSpec, EventSource, Fleet
 from gateway.processes import free_port
 from tests.double import Engine
@@ -60,8 +61,7 @@ async def test_events_say_what_an_engine_holds(engine: Engine) -> None:
         publisher.connect(address)
         async with fleet_of(EngineSpec(engine.url, "tiny", events=EventSource(address, bind=True))) as fleet:
             (one,) = fleet.engines
-            with fleet.lease(one.id, 0, prefix(1, 2)) as lease:
-                lease.prefilled(computed=True)
+            fleet.lease(one.id, 0, prefix(1, 2)).prefilled(computed=True)
             assert len(one.held) == 0, "what is told by events is not guessed as well"
             stored = {"type": "BlockStored", "block_hashes": list(prefix(1, 2).hashes), "medium": "GPU"}
             sequence = itertools.count()
@@ -82,45 +82,38 @@ async def test_events_say_what_an_engine_holds(engine: Engine) -> None:
 async def test_a_lease_counts_until_it_ends(engine: Engine) -> None:
     async with fleet_of(spec(engine)) as fleet:
         (one,) = fleet.engines
-        with fleet.lease(one.id, 100, None) as first, fleet.lease(one.id, 50, None):
-            assert (one.requests, one.backlog) == (2, 150)
+        first, second = fleet.lease(one.id, 100, None), fleet.lease(one.id, 50, None)
+        assert (one.requests, one.backlog) == (2, 150)
+        for _ in range(2):
             first.prefilled(computed=True)
-            assert (one.requests, one.backlog) == (2, 50)
-            first.prefilled(computed=True)
+            assert (one.requests, one.backlog) == (2, 50), "the second time changes nothing"
+        for _ in range(2):
             first.release()
-            assert (one.requests, one.backlog) == (2, 50)
-        assert (one.requests, one.backlog) == (0, 0)
-
-
-@pytest.mark.parametrize("ending", [ValueError, asyncio.CancelledError, GeneratorExit])
-async def test_a_lease_ends_on_every_ending(engine: Engine, ending: type[BaseException]) -> None:
-    async with fleet_of(spec(engine)) as fleet:
-        (one,) = fleet.engines
-        for _ in range(100):
-            with pytest.raises(ending), fleet.lease(one.id, 10, None):
-                raise ending
+            assert (one.requests, one.backlog) == (1, 50)
+        second.release()
         assert (one.requests, one.backlog) == (0, 0)
 
 
 async def test_what_was_computed_is_held(engine: Engine) -> None:
     async with fleet_of(spec(engine)) as fleet:
         (one,) = fleet.engines
-        with fleet.lease(one.id, 0, prefix(1, 2)) as lease:
-            assert fleet.candidates("tiny", None, prefix(1, 2))[0].own_tokens == 0
-            lease.prefilled(computed=True)
-            assert fleet.candidates("tiny", None, prefix(1, 2))[0].own_tokens == 8
+        lease = fleet.lease(one.id, 0, prefix(1, 2))
+        assert fleet.candidates("tiny", None, prefix(1, 2))[0].own_tokens == 0
+        lease.prefilled(computed=True)
+        assert fleet.candidates("tiny", None, prefix(1, 2))[0].own_tokens == 8
 
 
 @pytest.mark.parametrize("how", ["refused", "lost", "never"])
 async def test_what_was_not_computed_is_not(engine: Engine, how: str) -> None:
     async with fleet_of(spec(engine)) as fleet:
         (one,) = fleet.engines
-        with fleet.lease(one.id, 0, prefix(1, 2)) as lease:
-            if how == "refused":
-                lease.prefilled(computed=False)
-            if how == "lost":
-                one.lost("gone")
-                lease.prefilled(computed=True)
+        lease = fleet.lease(one.id, 0, prefix(1, 2))
+        if how == "refused":
+            lease.prefilled(computed=False)
+        if how == "lost":
+            one.lost("gone")
+            lease.prefilled(computed=True)
+        lease.release()
         assert len(one.held) == 0
 
 
@@ -128,10 +121,35 @@ async def test_candidates_say_what_is_under_way(engine: Engine) -> None:
     engine.waiting = 3
     async with fleet_of(spec(engine)) as fleet:
         (one,) = fleet.engines
-        with fleet.lease(one.id, 70, None):
-            (candidate,) = fleet.candidates("tiny", None, None)
+        fleet.lease(one.id, 70, None)
+        (candidate,) = fleet.candidates("tiny", None, None)
     assert (candidate.requests, candidate.tokens, candidate.waiting, candidate.own_tokens) == (1, 70, 3, 0)
     assert (candidate.id, candidate.role) == (f"127.0.0.1:{engine.port}", "both")
+
+
+async def test_an_engine_whose_circuit_is_open_is_no_candidate(engine: Engine) -> None:
+    clock = Clock()
+    async with fleet_of(spec(engine), clock=clock) as fleet:
+        (one,) = fleet.engines
+        for _ in range(FAILURES):
+            fleet.lease(one.id, 0, None)
+            one.breaker.failed()
+        assert fleet.candidates("tiny", None, None) == []
+        assert one.alive, "its health is another matter"
+        clock.now += FIRST_SECONDS
+        assert len(fleet.candidates("tiny", None, None)) == 1
+        fleet.lease(one.id, 0, None)
+        assert fleet.candidates("tiny", None, None) == [], "one request tries it"
+        one.breaker.answered()
+        assert len(fleet.candidates("tiny", None, None)) == 1
+
+
+async def test_an_engine_that_was_away_may_be_another(engine: Engine) -> None:
+    async with fleet_of(spec(engine)) as fleet:
+        (one,) = fleet.engines
+        one.fingerprint.learn("vllm-0.32.0-tp1")
+        one.lost("gone")
+        assert not one.fingerprint.known
 
 
 async def test_an_old_word_on_the_load_is_none(engine: Engine) -> None:

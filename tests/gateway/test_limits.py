@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import RateLimited
-from gateway.limits import Bucket, Limits
+from gateway.limits import Bucket, Budget, Bytes, Limits
 from gateway.tenants import Tenant
 
 
@@ -152,3 +152,62 @@ def test_a_buckets_wait_is_enough(first: float, amount: float) -> None:
     wait = bucket.take(amount, 0.0)
     if wait:
         assert bucket.take(amount, wait + 1e-6) == 0
+
+
+# Of all requests together
+
+
+@given(st.integers(0, 100), st.lists(st.integers(0, 40), max_size=50))
+def test_no_more_bytes_are_held_than_may_be(most: int, sizes: list[int]) -> None:
+    held, taken = Bytes(most), list[int]()
+    for size in sizes:
+        fits = sum(taken) + size <= most
+        assert held.take(size) is fits
+        if fits:
+            taken.append(size)
+        elif taken:
+            held.give(taken.pop(0))
+    for size in taken:
+        held.give(size)
+    assert held.take(most)
+    assert not held.take(1)
+
+
+def spent(budget: Budget, times: int = 1000) -> int:
+    return sum(budget.spend() for _ in range(times))
+
+
+def test_a_budget_has_a_little_in_hand() -> None:
+    """Or the first failure of a quiet gateway could not be tried again."""
+    assert spent(Budget(0.1)) == 10
+
+
+def test_a_budget_is_a_share_of_what_was_earned() -> None:
+    budget = Budget(0.1)
+    spent(budget)
+    done = 0
+    for _ in range(1000):
+        budget.earn()
+        done += budget.spend()
+    assert 99 <= done <= 100
+
+
+def test_a_quiet_time_does_not_pay_for_a_storm() -> None:
+    budget = Budget(0.5, most=20)
+    for _ in range(100_000):
+        budget.earn()
+    assert spent(budget) == 20
+
+
+def test_no_share_is_no_second_try() -> None:
+    budget = Budget(0)
+    for _ in range(100):
+        budget.earn()
+    assert spent(budget) == 0
+
+
+def test_the_whole_share_is_a_second_try_for_each() -> None:
+    budget = Budget(1)
+    for _ in range(1000):
+        budget.earn()
+        assert budget.spend()

@@ -2,11 +2,11 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from policies.conformance import check_placement, conform
 from policies.interface import Candidate, Job, NoCapacity, Outcome, Placement, Policy, able_to_answer, placed
@@ -179,7 +179,7 @@ class CountsOnTheQueue(Bad):
 class CountsOnTheCount(Bad):
     def spoil(self, job: Job, candidates: Sequence[Candidate], placement: Placement) -> Placement:
         assert job.prompt_tokens is None or job.prompt_tokens >= 0
-        return replace(placement, own_tokens=min(placement.own_tokens, job.prompt_tokens))  # type: ignore[type-var,arg-type]
+        return replace(placement, own_tokens=min(placement.own_tokens, job.prompt_tokens))  # type: ignore[type-var]
 
 
 class GivesUpWhereThereIsAnEngine(Bad):

@@ -1,8 +1,7 @@
 """disaggregated: decode first, prefill elsewhere where that is worth a second engine."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from policies.disaggregated import Disaggregated
 from policies.interface import Candidate, Job, NoCapacity

@@ -10,10 +10,11 @@ import httpx
 import pytest
 
 from connector.blocks import Adapter, Algorithm, HashScheme
-from connector.simulated.app import Api, Model
+from connector.simulated.app import Api
 from connector.simulated.engine import Engine, Events, Pool, Settings
 from connector.simulated.metrics import Metrics
 from connector.simulated.model import NAME, make
+from connector.simulated.serving import Model
 from connector.simulated.timing import Speed
 
 BLOCK = 16
@@ -39,14 +40,19 @@ def run(sim_model: Model) -> Run:
 
     @asynccontextmanager
     async def opened(
-        *, pool: Pool | None = None, events: Events | None = None, speed: Speed | None = None, **changes: Any
+        *,
+        pool: Pool | None = None,
+        events: Events | None = None,
+        speed: Speed | None = None,
+        parses_tools: bool = False,
+        **changes: Any,
     ) -> AsyncIterator[tuple[httpx.AsyncClient, Engine]]:
         scheme = HashScheme(Algorithm.SHA256_CBOR, BLOCK)
         settings = Settings(scheme=scheme, eos=sim_model.eos, speed=speed or Speed(), blocks=1024, time_scale=0.0)
         settings = replace(settings, **changes)
         metrics = Metrics("tiny", BLOCK, settings.blocks, scheme.algorithm)
         async with Engine(settings, metrics, pool=pool, events=events) as engine:
-            transport = httpx.ASGITransport(Api(sim_model, engine).app())
+            transport = httpx.ASGITransport(Api(sim_model, engine, parses_tools=parses_tools).app())
             async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
                 yield client, engine
 

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from connector.blocks import Algorithm, HashScheme, hash_prompt
-from connector.simulated.app import Model
+from connector.simulated.serving import Model
 from connector.simulated.timing import Speed
 
 from .conftest import ADAPTER, BLOCK, OnePool, Run

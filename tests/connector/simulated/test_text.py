@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models
 
-from connector.simulated.app import Model
 from connector.simulated.model import make
+from connector.simulated.serving import Model
 from connector.simulated.text import LONGEST, SHORTEST, NoWords, Voice
 
 

@@ -1,0 +1,46 @@
+"""The hot endpoints: what is sent to engines. A path that is not here, nor in api, is refused, never proxied."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from gateway.dialects import Dialect
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One endpoint of vLLM's, and what the gateway must know of it."""
+
+    path: str
+    dialect: Dialect = Dialect.CHAT
+    prompt: Literal["chat", "completion"] | None = None
+    """How its prompt is made into tokens here; None: it is placed by load."""
+    salted: bool = True
+    """vLLM's request has cache_salt (vllm/entrypoints/*/protocol.py)."""
+    asks_usage: bool = False
+    """A stream tells its usage where stream_options ask for it."""
+    form: bool = False
+    """The body is multipart/form-data, and passes byte for byte."""
+    makes: bool = False
+    """Its answers are kept by the engine that made them, and asked for by their id."""
+
+
+ENDPOINTS = {
+    endpoint.path: endpoint
+    for endpoint in (
+        Endpoint("/v1/chat/completions", prompt="chat", asks_usage=True),
+        Endpoint("/v1/completions", prompt="completion", asks_usage=True),
+        Endpoint("/v1/responses", Dialect.RESPONSES, makes=True),
+        Endpoint("/v1/messages", Dialect.MESSAGES),
+        Endpoint("/v1/messages/count_tokens", Dialect.MESSAGES, salted=False),
+        Endpoint("/v1/embeddings"),
+        Endpoint("/v1/rerank"),
+        Endpoint("/v1/score"),
+        Endpoint("/tokenize", salted=False),
+        Endpoint("/detokenize", salted=False),
+        Endpoint("/v1/audio/transcriptions", salted=False, form=True),
+    )
+}
+
+STORED = re.compile(r"/v1/responses/([A-Za-z0-9._-]{1,128})(/cancel)?")
+"""A response that an engine keeps: GET it, or POST to its /cancel."""
