@@ -65,6 +65,12 @@ Script = Iterable[Step]
 Framing = Literal["length", "chunked", "close"]
 
 
+def values(head: bytes, name: str) -> list[str]:
+    """The values of a header (lower case) in a head as it came, in their order."""
+    lines = head.decode("latin-1").split("\r\n")[1:]
+    return [value.strip() for key, _, value in (line.partition(":") for line in lines) if key.lower() == name]
+
+
 @dataclass
 class Call:
     """One request that arrived."""
@@ -88,8 +94,7 @@ class Call:
         return urlsplit(self.target).path
 
     def headers(self, name: str) -> list[str]:
-        lines = self.head.decode("latin-1").split("\r\n")[1:]
-        return [value.strip() for key, _, value in (line.partition(":") for line in lines) if key.lower() == name]
+        return values(self.head, name)
 
     def header(self, name: str) -> str | None:
         return next(iter(self.headers(name)), None)

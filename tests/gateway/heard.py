@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import orjson
 
+from tests.double import values
 from tests.gateway.house import House, Raw
 
 PATIENCE = 8.0
@@ -22,8 +23,7 @@ class Heard:
     body: bytes
 
     def headers(self, name: str) -> list[str]:
-        lines = self.head.decode("latin-1").split("\r\n")[1:]
-        return [value.strip() for key, _, value in (line.partition(":") for line in lines) if key.lower() == name]
+        return values(self.head, name)
 
     def header(self, name: str) -> str | None:
         return next(iter(self.headers(name)), None)

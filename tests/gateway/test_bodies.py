@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import brotli  # type: ignore[import-untyped]  # it has no types
+import brotli
 import httpx
 import orjson
 import pytest

@@ -33,6 +33,7 @@ from tests.gateway.heard import hear, last_words, refusal, serves_on
 from tests.gateway.house import KEY, OTHER_KEY, House, Raw, Street, chat, digest, events, eventually
 from tests.gateway.memory import peak
 from tests.gateway.sending import STREAMED, asking, declaring, noticed, saying
+from tests.gateway.test_serve import BAD, LONG, pair
 
 pytestmark = pytest.mark.usefixtures("calm")
 
@@ -70,7 +71,7 @@ HELD: dict[str, tuple[list[Step], bool, bytes]] = {
 @pytest.mark.parametrize("moment", HELD)
 async def test_an_engine_sees_a_client_leave_at_once(street: Street, moment: str, hard: bool) -> None:
     steps, streamed, mark = HELD[moment]
-    engine, house = await saying(street, *steps)
+    engine, house = await saying(street, *steps, timeouts={"total": 15})
     client = await asking(street, house, streamed=streamed)
     call = await engine.arrival(CHAT)
     if mark:
@@ -78,7 +79,6 @@ async def test_an_engine_sees_a_client_leave_at_once(street: Street, moment: str
     leave(client, hard=hard)
     await noticed(call)
     await house.idle()
-    await eventually(lambda: engine.open == 0)
 
 
 @pytest.mark.parametrize("hard", [True, False], ids=["reset", "closed"])
@@ -222,6 +222,17 @@ async def test_clients_that_leave_give_all_that_they_held_back(street: Street, m
     await at_full_strength(house, [engine], 20)
 
 
+async def test_requests_that_the_policy_turns_away_hold_nothing(street: Street) -> None:
+    engine = await street.engine()
+    policy = {"use": BAD, "settings": {"mode": "no capacity"}}
+    house = await street.house(engine, tenants=tenants(concurrent=20), policy=policy)
+    for _ in range(5):
+        answers = await asyncio.gather(*(house.chat() for _ in range(20)))
+        assert {answer.status_code for answer in answers} == {503}
+    assert not engine.asked
+    await house.idle()
+
+
 async def test_an_engine_that_goes_away_under_its_requests_takes_no_count_with_it(street: Street) -> None:
     first, second = await street.engines(2)
     for engine in (first, second):
@@ -236,7 +247,7 @@ async def test_an_engine_that_goes_away_under_its_requests_takes_no_count_with_i
     clients[0].leave()
     await house.idle()
     assert "-" not in "".join(line.split()[-1] for line in (await house.metrics()).splitlines() if "engine_re" in line)
-    await at_full_strength(house, [second], 10)
+    await at_full_strength(house, [second], 20)
 
 
 # Kept connections
@@ -254,6 +265,27 @@ async def test_a_kept_connection_that_dies_unheard_is_replaced_once(street: Stre
     assert unanswered.body == answer.body
     assert unanswered.connection != answer.connection
     assert await house.metric("retries_total") == 0
+
+
+@pytest.mark.parametrize("death", [End.FIN, End.RST])
+async def test_a_prefills_kept_connection_is_replaced_too(street: Street, tokenizer_folder: Path, death: End) -> None:
+    p = await pair(street, tokenizer_folder)
+    assert (await p.house.chat(LONG)).status_code == 200
+    p.master.everything = False
+    prefill, died = p.prefill.script, list[Call]()
+
+    def once(call: Call) -> Script:
+        died.append(call)
+        return [death] if len(died) == 1 else prefill(call)
+
+    p.prefill.script = once
+    assert (await p.house.chat(f"another: {LONG}")).status_code == 200
+    first, second = died
+    assert first.body == second.body
+    assert first.connection != second.connection
+    assert len(p.decoded) == 2
+    assert await p.house.metric("engine_failures_total") == 0
+    await p.house.idle()
 
 
 @pytest.mark.parametrize("death", [End.FIN, End.RST])
@@ -584,6 +616,7 @@ async def test_a_client_that_takes_nothing_is_given_up(street: Street) -> None:
     assert (await house.chat()).status_code == 200
     for client in clients:
         assert DONE not in await last_words(client)
+        client.leave()
 
 
 async def test_a_client_that_takes_little_by_little_is_served_to_the_end(street: Street) -> None:

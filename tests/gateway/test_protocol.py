@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-import brotli  # type: ignore[import-untyped]  # it has no types
+import brotli
 import httpx
 import openai
 import orjson

@@ -398,7 +398,7 @@ FORMS: dict[str, tuple[str, bytes]] = {
         "multipart/form-data; boundary=b0undary",
         form(SOUND, MODEL, ('name="timestamp_granularities[]"', b"word"), ('name="zz"', "é\r\n".encode())),
     ),
-    "around": ("multipart/form-data; boundary=b0undary", b"preamble\r\n" + form(SOUND, MODEL) + b"epilogue"),
+    "something behind": ("multipart/form-data; boundary=b0undary", form(SOUND, MODEL) + b"epilogue"),
 }
 
 
