@@ -63,7 +63,7 @@ async def last_words(client: Raw) -> bytes:
         try:
             while piece := await client.reader.read(65536):
                 said += piece
-        except ConnectionResetError:
+        except ConnectionError:
             pass
     return said
 
