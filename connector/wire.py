@@ -472,9 +472,10 @@ class Wire:
     async def _connect(self, deadline: float) -> Connection:
         limit = self.timeouts.connect
         loop = asyncio.get_running_loop()
+        until = min(deadline, loop.time() + limit)
         connection = Connection(self)
         try:
-            async with asyncio.timeout_at(min(deadline, loop.time() + limit)):
+            async with asyncio.timeout_at(until):
                 await loop.create_connection(lambda: connection, self._host, self._port, ssl=self._tls)
         except asyncio.CancelledError:
             connection.abort()
@@ -483,7 +484,7 @@ class Wire:
         except TimeoutError:
             connection.abort()
             self.forget(connection)
-            if loop.time() >= deadline:
+            if until == deadline:
                 raise TimedOut(self.origin, "total", self.timeouts.total) from None
             raise TimedOut(self.origin, "connect", limit) from None
         except (OSError, UnicodeError) as error:  # a name that cannot be one is no OSError
