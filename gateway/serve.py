@@ -73,7 +73,7 @@ SHALLOW = 250
 
 GLANCED = frozenset(
     {"model", "stream", "stream_options", "cache_salt", "kv_transfer_params", "ec_transfer_params", "vllm_xargs",
-     "previous_response_id"}
+     "previous_response_id", "request_id"}
 )  # fmt: skip
 """What is read of a body above EXACT_BYTES: parsing all of it would hold everybody up."""
 
@@ -466,7 +466,14 @@ class Serve:
         if endpoint.form:
             body: Sequence[bytes] = (call.raw,)
         else:
-            body = engine_body(call.raw, call.body, salt=call.salt, ask_usage=endpoint.asks_usage, model=call.rename)
+            body = engine_body(
+                call.raw,
+                call.body,
+                salt=call.salt,
+                ask_usage=endpoint.asks_usage,
+                model=call.rename,
+                owned=endpoint.owned,
+            )
         return Leg(
             call.target,
             body,

@@ -214,8 +214,9 @@ def parsed(text: bytes) -> Any:
 def holds_private(data: Mapping[str, Any]) -> bool:
     """Whether an answer, or the response that an event tells of, says what is private between engines."""
     response = data.get("response")
-    holders = (data, response) if isinstance(response, dict) else (data,)
-    return any(holder.get(field) is not None for holder in holders for field in PRIVATE)
+    if isinstance(response, dict) and holds_private(response):
+        return True
+    return data.get(PRIVATE[0]) is not None or data.get(PRIVATE[1]) is not None
 
 
 def without_private(body: bytes) -> bytes:

@@ -41,7 +41,7 @@ class Tenants:
 
     def __init__(self, by_digest: Mapping[str, Tenant] | None, secret: str | None) -> None:
         """`by_digest` None lets everybody in as `anonymous`; no `secret` leaves requests unsalted."""
-        self._by_digest = by_digest
+        self._by_digest = {bytes.fromhex(d): t for d, t in by_digest.items()} if by_digest is not None else None
         self._secret = secret.encode() if secret is not None else None
         self._salts: dict[tuple[str, str | None, int], str | None] = {}
 
@@ -52,7 +52,7 @@ class Tenants:
         key = bearer_key(fields)
         if key is None:
             raise Unauthorized("No API key was sent; send it as 'Authorization: Bearer KEY'.", code="missing_api_key")
-        tenant = self._by_digest.get(hashlib.sha256(key).hexdigest())
+        tenant = self._by_digest.get(hashlib.sha256(key).digest())
         if tenant is None:
             raise Unauthorized(
                 "This API key is not known here; ask whoever runs the gateway for one.", code="invalid_api_key"
