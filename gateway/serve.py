@@ -219,6 +219,7 @@ class Serve:
     async def _answer(self, exchange: Exchange, trace: Trace, tenant: Tenant, endpoint: Endpoint) -> None:
         reply, account = await self._open(exchange, trace, tenant, endpoint)
         exchange.release()
+        self._keep(account, reply.result())  # who leaves a stream may come back to it
         try:
             result = await self._relay.give(exchange, reply)
         except asyncio.CancelledError:
@@ -226,8 +227,7 @@ class Serve:
             raise
         trace.step("relay")
         self._settle(trace, account, result)
-        if result.made is not None:
-            self._stored.keep(tenant.name, result.made, account.job.model, result.engine)
+        self._keep(account, result)
         trace.status = str(result.status) if result.error is None else result.error
 
     async def _open(
@@ -553,6 +553,11 @@ class Serve:
             trace.fact("moongate.completion_tokens", completion)
             trace.fact("moongate.ttft_seconds", result.ttft)
         self._observe(account.placement, Outcome(result.ok, result.engine, result.ttft, actual))
+
+    def _keep(self, account: Account, result: Result) -> None:
+        """Remember where a response was made."""
+        if result.made is not None:
+            self._stored.keep(account.tenant.name, result.made, account.job.model, result.engine)
 
     def _settle_left(self, account: Account, result: Result) -> None:
         """The client left a stream: what had gone by is charged, an event as a token."""

@@ -343,6 +343,18 @@ async def test_a_streamed_response_is_found_too(street: Street) -> None:
     assert (await house.client.get(f"{RESPONSES}/resp_1")).json() == {"id": "resp_1"}
 
 
+async def test_a_streamed_response_is_found_before_its_end_and_when_the_client_has_left(street: Street) -> None:
+    engine, house = await served(street, *stream(*CREATED, End.SILENCE))
+    client = await street.raw(house)
+    client.ask(orjson.dumps({"model": "tiny", "stream": True} | BODIES[RESPONSES]), path=RESPONSES)
+    await client.until(CREATED[-1])
+    engine.always(*whole(200, {"id": "resp_1"}))
+    assert (await house.client.post(f"{RESPONSES}/resp_1/cancel")).status_code == 200
+    client.leave()
+    await house.idle()
+    assert (await house.client.get(f"{RESPONSES}/resp_1")).json() == {"id": "resp_1"}
+
+
 async def test_a_conversation_goes_on_where_its_last_response_is(street: Street) -> None:
     _, house = await kept(street)
     name = (await ask(house, RESPONSES)).json()["id"]
