@@ -221,16 +221,19 @@ class Connection(asyncio.Protocol):
         self._phase = "head"
         self._active = self._loop.time()
         self._deadline = deadline
-        self._head = self._loop.create_future()
+        head = self._head = self._loop.create_future()
         if len(request) == 1:
             self._transport.write(request[0])
         else:
             self._transport.writelines(request)
         try:
-            return await self._head
+            return await head
         except asyncio.CancelledError:
             self.abort()
             raise
+        finally:
+            if self._head is head:  # else another exchange has begun here already
+                self._head = None  # it knows the answer, which knows this connection
 
     def pause(self) -> None:
         if not self._paused and self._transport is not None:
