@@ -70,6 +70,8 @@ EXACT_BYTES = 8 * 1024 * 1024
 
 SHALLOW = 250
 """Brackets in a body up to which it cannot be nested too deeply."""
+COUNTED = 4096
+"""Bytes of a body up to which counting its brackets costs less than writing it once (10 us for 400 kB)."""
 
 GLANCED = frozenset(
     {"model", "stream", "stream_options", "cache_salt", "kv_transfer_params", "ec_transfer_params", "vllm_xargs",
@@ -605,7 +607,7 @@ async def _object(raw: bytes) -> Mapping[str, Any]:
         raise BadRequest(f"The body is not JSON: line {error.lineno}, column {error.colno}.") from None
     if not isinstance(body, dict):
         raise BadRequest("The body must be a JSON object.")
-    if raw.count(b"[") + raw.count(b"{") >= SHALLOW:
+    if len(raw) > COUNTED or raw.count(b"[") + raw.count(b"{") >= SHALLOW:
         _check_depth(body)
     return body
 
