@@ -221,7 +221,8 @@ class Connection(asyncio.Protocol):
         self._phase = "head"
         self._active = self._loop.time()
         self._deadline = deadline
-        head = self._head = self._loop.create_future()
+        head: asyncio.Future[Answer] = self._loop.create_future()
+        self._head = head
         if len(request) == 1:
             self._transport.write(request[0])
         else:
