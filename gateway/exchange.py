@@ -246,8 +246,6 @@ class Exchange:
         parts = [_STATUS.get(status) or b"HTTP/1.1 %d \r\n" % status]
         for name, value in headers:
             parts += (name, b": ", value, b"\r\n")
-        for name, value in self._more or ():
-            parts += (name, b": ", value, b"\r\n")
         if length is not None:
             self._chunked = False
             parts.append(b"content-length: %d\r\n" % length)
@@ -259,7 +257,10 @@ class Exchange:
             self._close = True
         if self._close:
             parts.append(b"connection: close\r\n")
-        parts.append(b"x-request-id: %b\r\n\r\n" % self.request_id)
+        parts += (b"x-request-id: ", self.request_id, b"\r\n")
+        for name, value in self._more or ():
+            parts += (name, b": ", value, b"\r\n")
+        parts.append(b"\r\n")
         return b"".join(parts)
 
 

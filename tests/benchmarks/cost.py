@@ -24,7 +24,7 @@ import uvloop
 
 from gateway.processes import free_port
 from tests.benchmarks import router
-from tests.benchmarks.stage import KEY, Relay, Stage, say, stage, table
+from tests.benchmarks.stage import KEY, LAST, Relay, Stage, say, stage, table
 from tests.benchmarks.upstream import stamped
 
 EVENTS = 200
@@ -32,8 +32,6 @@ PAUSE = 0.005
 NUMBER = "00000000"
 """Stands in a body where each request has a number of its own, so that no two prompts are the same."""
 SENTENCE = "the engine loads a block of the prefix "
-LAST = b"\r\n0\r\n\r\n"
-"""The end of an answer in chunks, with the line before it: a head may end with 0 as well."""
 POLICIES = ("round_robin", "cache_aware")
 COLUMNS = ("bare relay", *(f"{name} {policy}" for policy in POLICIES for name in ("vllm-router", "Moongate")))
 

@@ -15,6 +15,8 @@ from connector.simulated.model import make
 from gateway.processes import Child, free_port
 
 ROOT = Path(__file__).parents[2]
+LAST = b"\r\n0\r\n\r\n"
+"""The end of an answer in chunks, with the line before it: a head may end with 0 as well."""
 KEY = "key-of-the-benchmark"
 TENANT = {"name": "t", "keys": [{"sha256": hashlib.sha256(KEY.encode()).hexdigest()}]}
 _TICKS = os.sysconf("SC_CLK_TCK")

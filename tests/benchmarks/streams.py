@@ -17,7 +17,7 @@ from typing import Any, cast
 import orjson
 import uvloop
 
-from tests.benchmarks.stage import KEY, Relay, say, stage, table
+from tests.benchmarks.stage import KEY, LAST, Relay, say, stage, table
 from tests.benchmarks.upstream import stamps
 
 LATE = 1.0
@@ -49,7 +49,7 @@ class Stream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._bytes += data
         self._arrivals.append((len(self._bytes), time.monotonic()))
-        if self._bytes.endswith(b"0\r\n\r\n"):
+        if self._bytes.endswith(LAST):
             self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -68,7 +68,7 @@ class Stream(asyncio.Protocol):
 
     def whole(self, events: int) -> bool:
         """All events and the end came, and no error among them."""
-        fine = self._bytes.startswith(b"HTTP/1.1 200") and self._bytes.endswith(b"0\r\n\r\n")
+        fine = self._bytes.startswith(b"HTTP/1.1 200") and self._bytes.endswith(LAST)
         return fine and self._bytes.count(b"data: [DONE]") == 1 and len(stamps(self._bytes)) == events
 
 
