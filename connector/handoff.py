@@ -16,7 +16,7 @@ import orjson
 
 from connector.splice import spliced
 
-OWNED = ("cache_salt", "kv_transfer_params", "ec_transfer_params")
+OWNED = frozenset({"cache_salt", "kv_transfer_params", "ec_transfer_params"})
 """Fields that a client cannot set."""
 
 _ANSWER_ONLY = frozenset(
@@ -47,24 +47,33 @@ _PREFILL = {"max_tokens": b"1", "n": b"1", "stream": b"false", "ignore_eos": b"t
 
 
 def engine_body(
-    raw: bytes, body: Mapping[str, Any], *, salt: str | None, ask_usage: bool, model: str | None = None
+    raw: bytes,
+    body: Mapping[str, Any],
+    *,
+    salt: str | None,
+    ask_usage: bool,
+    model: str | None = None,
+    owned: frozenset[str] = OWNED,
 ) -> list[bytes]:
     """The body for the engine that answers the client, in parts.
 
     `raw` is what the client sent and `body` its parse, an object. `ask_usage` makes a streamed answer end with
-    its usage, for the gateway's own account; `model` goes in place of the client's name for it.
+    its usage, for the gateway's own account; `model` goes in place of the client's name for it; `owned` are the
+    fields that a client cannot set on this endpoint.
     """
-    changes: dict[str, bytes | None] = {field: None for field in OWNED if field in body}
+    changes: dict[str, bytes | None] = {} if owned.isdisjoint(body) else dict.fromkeys(owned.intersection(body))
     added: dict[str, bytes] = {}
     if salt is not None:
-        changes.pop("cache_salt", None)
+        if changes:
+            changes.pop("cache_salt", None)
         _set(body, changes, added, "cache_salt", orjson.dumps(salt))
     if model is not None:
         changes["model"] = orjson.dumps(model)
     if ask_usage and body.get("stream") is True and not wants_usage(body):
         asked = orjson.dumps({**_options(body), "include_usage": True})
         _set(body, changes, added, "stream_options", asked)
-    _unhide(body, changes)
+    if "vllm_xargs" in body:
+        _unhide(body, changes)
     return spliced(raw, changes, added)
 
 
@@ -112,6 +121,6 @@ def _set(
 def _unhide(body: Mapping[str, Any], changes: dict[str, bytes | None]) -> None:
     """Take what a client cannot set out of vllm_xargs as well."""
     arguments = body.get("vllm_xargs")
-    if isinstance(arguments, dict) and any(field in arguments for field in OWNED):
+    if isinstance(arguments, dict) and not OWNED.isdisjoint(arguments):
         kept = {name: value for name, value in arguments.items() if name not in OWNED}
         changes["vllm_xargs"] = orjson.dumps(kept)

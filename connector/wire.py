@@ -221,16 +221,20 @@ class Connection(asyncio.Protocol):
         self._phase = "head"
         self._active = self._loop.time()
         self._deadline = deadline
-        self._head = self._loop.create_future()
+        head: asyncio.Future[Answer] = self._loop.create_future()
+        self._head = head
         if len(request) == 1:
             self._transport.write(request[0])
         else:
             self._transport.writelines(request)
         try:
-            return await self._head
+            return await head
         except asyncio.CancelledError:
             self.abort()
             raise
+        finally:
+            if self._head is head:  # else another exchange has begun here already
+                self._head = None  # it knows the answer, which knows this connection
 
     def pause(self) -> None:
         if not self._paused and self._transport is not None:
@@ -472,9 +476,10 @@ class Wire:
     async def _connect(self, deadline: float) -> Connection:
         limit = self.timeouts.connect
         loop = asyncio.get_running_loop()
+        until = min(deadline, loop.time() + limit)
         connection = Connection(self)
         try:
-            async with asyncio.timeout_at(min(deadline, loop.time() + limit)):
+            async with asyncio.timeout_at(until):
                 await loop.create_connection(lambda: connection, self._host, self._port, ssl=self._tls)
         except asyncio.CancelledError:
             connection.abort()
@@ -483,7 +488,7 @@ class Wire:
         except TimeoutError:
             connection.abort()
             self.forget(connection)
-            if loop.time() >= deadline:
+            if until == deadline:
                 raise TimedOut(self.origin, "total", self.timeouts.total) from None
             raise TimedOut(self.origin, "connect", limit) from None
         except (OSError, UnicodeError) as error:  # a name that cannot be one is no OSError

@@ -51,7 +51,7 @@ def serve(path: Path) -> None:
             host=settings.listen.host,
             port=settings.listen.port,
             loop="uvloop",
-            http=house.front,  # type: ignore[arg-type]  # uvicorn calls it; it asks for a class
+            http=house.front,
             ws="none",
             access_log=False,
             log_config=None,

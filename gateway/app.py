@@ -3,11 +3,12 @@
 import logging
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from fastapi import FastAPI
 
@@ -41,7 +42,8 @@ class House:
     """The application, and the protocol that its connections speak."""
 
     surface: Surface
-    front: Callable[..., Front]
+    front: type[Front]
+    """uvicorn asks for a class and calls it; what is given is a partial one."""
 
 
 def build(settings: config.Config) -> House:
@@ -102,7 +104,7 @@ def build(settings: config.Config) -> House:
         lifespan=life,
     )
     front = partial(Front, route=serve.route, refused=telemetry.refused.inc, write=settings.timeouts.write, cors=cors)
-    return House(application, front)
+    return House(application, cast("type[Front]", front))
 
 
 def _tenants(settings: config.Config) -> Tenants:

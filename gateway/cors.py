@@ -20,7 +20,7 @@ class Cors:
         ]
 
     def preflight(self, fields: dict[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-        """The head of the 204 that answers an OPTIONS request, or nothing where it is no preflight of theirs."""
+        """What the 204 to an OPTIONS request carries beside `headers`; nothing where it is no preflight of theirs."""
         allowed = self.headers(fields.get(b"origin"))
         if not allowed or b"access-control-request-method" not in fields:
             return []

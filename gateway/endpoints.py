@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from connector.handoff import OWNED
 from gateway.dialects import Dialect
 
 
@@ -23,6 +24,8 @@ class Endpoint:
     """The body is multipart/form-data, and passes byte for byte."""
     makes: bool = False
     """Its answers are kept by the engine that made them, and asked for by their id."""
+    owned: frozenset[str] = OWNED
+    """Fields that a client cannot set."""
 
 
 ENDPOINTS = {
@@ -30,7 +33,8 @@ ENDPOINTS = {
     for endpoint in (
         Endpoint("/v1/chat/completions", prompt="chat", asks_usage=True),
         Endpoint("/v1/completions", prompt="completion", asks_usage=True),
-        Endpoint("/v1/responses", Dialect.RESPONSES, makes=True),
+        # vLLM keeps a response under the request_id of its body: a client could take another's place with one
+        Endpoint("/v1/responses", Dialect.RESPONSES, makes=True, owned=OWNED | {"request_id"}),
         Endpoint("/v1/messages", Dialect.MESSAGES),
         Endpoint("/v1/messages/count_tokens", Dialect.MESSAGES, salted=False),
         Endpoint("/v1/embeddings"),

@@ -177,14 +177,19 @@ class Exchange:
     def lost(self) -> None:
         """The client is gone."""
         self.left = True
-        if self.task is not None and not self.finished:
-            self.task.cancel()
+        task, self.task = self.task, None
+        if task is not None and not self.finished:
+            task.cancel()
 
     def paused(self, full: bool) -> None:
         """The client reads slower than the answer comes, or keeps up again."""
         self._full = full
         if self._throttle is not None:
             self._throttle(full)
+
+    def _over(self) -> None:
+        self._line.over(close=self._close)
+        self.task = None  # it knows this exchange
 
     def _arrived(self) -> None:
         if self._arrival is not None and not self._arrival.done():
@@ -214,7 +219,7 @@ class Exchange:
         self.finished = True
         last = b"%x\r\n%b\r\n0\r\n\r\n" % (len(piece), piece) if piece else b"0\r\n\r\n"
         self._line.send(last if self._chunked else piece)
-        self._line.over(close=self._close)
+        self._over()
 
     def answer(self, status: int, headers: Pairs, body: bytes) -> None:
         """Send a whole answer."""
@@ -224,7 +229,7 @@ class Exchange:
             self._line.send(head + body)
         else:
             self._line.send(head, body)
-        self._line.over(close=self._close)
+        self._over()
 
     def refuse(self, error: GatewayError) -> None:
         """Answer with an error. Once the head is out nothing can be refused any more."""
@@ -234,6 +239,7 @@ class Exchange:
         """Break off: what the client has of the answer must not look whole."""
         self.finished = True
         self._line.drop()
+        self.task = None
 
     def _head(self, status: int, headers: Pairs, length: int | None) -> bytes:
         self.started = True

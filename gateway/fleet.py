@@ -134,6 +134,7 @@ class Lease:
         self._backlog = 0
         if computed and self._prefix is not None and self.engine.alive:
             self.engine.held.computed(self._prefix)
+        self._prefix = None
 
     def release(self) -> None:
         """The request is over there. Does nothing the second time."""

@@ -99,7 +99,7 @@ class Front(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        exchange, self._exchange = self._exchange, None
+        exchange = self._forget()
         if exchange is not None:
             exchange.lost()
         self._deaf = True
@@ -179,9 +179,8 @@ class Front(HttpToolsProtocol):
             chunks=later,
             more=more,
         )
-        exchange.task = task = self.loop.create_task(handler(exchange))
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        exchange.task = self.loop.create_task(handler(exchange))
+        self.tasks.add(exchange.task)  # which the server waits for when it ends
 
     def on_body(self, body: bytes) -> None:
         if self._deaf:
@@ -217,7 +216,7 @@ class Front(HttpToolsProtocol):
             self.flow.pause_reading()
 
     def over(self, *, close: bool) -> None:
-        self._exchange = None
+        self._forget()
         self._served = True
         self._since = self.loop.time()
         self.server_state.total_requests += 1
@@ -226,7 +225,7 @@ class Front(HttpToolsProtocol):
             self._leave()
 
     def drop(self) -> None:
-        self._exchange = None
+        self._forget()
         self.transport.abort()
 
     # inside
@@ -234,6 +233,12 @@ class Front(HttpToolsProtocol):
     @property
     def _busy(self) -> bool:
         return self._exchange is not None or (self.cycle is not None and not self.cycle.response_complete)
+
+    def _forget(self) -> Exchange | None:
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None and exchange.task is not None:
+            self.tasks.discard(exchange.task)
+        return exchange
 
     def _go_on(self) -> None:
         """Leave the request to uvicorn, which makes its scope when a message begins."""

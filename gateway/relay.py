@@ -451,7 +451,7 @@ def _check_status(answer: Answer) -> None:
 def _passing(answer: Answer) -> list[tuple[bytes, bytes]]:
     """The headers of an engine's answer that are the client's too."""
     named = answer.header(b"connection")
-    if named is None:
+    if named is None or named in (b"keep-alive", b"close"):
         return [pair for pair in answer.headers if pair[0] not in _DROPPED]
     dropped = _DROPPED.union(name.strip() for name in named.lower().split(b","))
     return [pair for pair in answer.headers if pair[0] not in dropped]
@@ -459,8 +459,10 @@ def _passing(answer: Answer) -> list[tuple[bytes, bytes]]:
 
 def _packed(answer: Answer) -> Packed:
     header = answer.header(b"content-encoding")
-    names = codings(header) if header is not None else None
-    return None if names is None or any(name not in CODINGS for name in names) else names
+    if header is None:
+        return None
+    names = codings(header)
+    return None if any(name not in CODINGS for name in names) else names
 
 
 def _read(reply: Reply, dialect: Dialect) -> None:

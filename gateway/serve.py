@@ -70,10 +70,12 @@ EXACT_BYTES = 8 * 1024 * 1024
 
 SHALLOW = 250
 """Brackets in a body up to which it cannot be nested too deeply."""
+COUNTED = 4096
+"""Bytes of a body up to which counting its brackets costs less than writing it once (10 us for 400 kB)."""
 
 GLANCED = frozenset(
     {"model", "stream", "stream_options", "cache_salt", "kv_transfer_params", "ec_transfer_params", "vllm_xargs",
-     "previous_response_id"}
+     "previous_response_id", "request_id"}
 )  # fmt: skip
 """What is read of a body above EXACT_BYTES: parsing all of it would hold everybody up."""
 
@@ -466,7 +468,14 @@ class Serve:
         if endpoint.form:
             body: Sequence[bytes] = (call.raw,)
         else:
-            body = engine_body(call.raw, call.body, salt=call.salt, ask_usage=endpoint.asks_usage, model=call.rename)
+            body = engine_body(
+                call.raw,
+                call.body,
+                salt=call.salt,
+                ask_usage=endpoint.asks_usage,
+                model=call.rename,
+                owned=endpoint.owned,
+            )
         return Leg(
             call.target,
             body,
@@ -598,7 +607,7 @@ async def _object(raw: bytes) -> Mapping[str, Any]:
         raise BadRequest(f"The body is not JSON: line {error.lineno}, column {error.colno}.") from None
     if not isinstance(body, dict):
         raise BadRequest("The body must be a JSON object.")
-    if raw.count(b"[") + raw.count(b"{") >= SHALLOW:
+    if len(raw) > COUNTED or raw.count(b"[") + raw.count(b"{") >= SHALLOW:
         _check_depth(body)
     return body
 

@@ -30,7 +30,7 @@ PRIVATE = ("kv_transfer_params", "ec_transfer_params")
 _END = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
 _LINE = re.compile(rb"\r\n|\n|\r")
 _LAST_END = (b"\n\n", b"\n\r\n", b"\r\r")
-_FINISHED = re.compile(rb'"finish_reason":\s*"')
+_FINISHED = b'"finish_reason":"'
 
 
 class Fingerprint:
@@ -59,11 +59,12 @@ class EventStream:
         self._hide_usage = hide_usage
         self._fingerprint = fingerprint or Fingerprint()
         self.dialect = dialect
-        self._words = (*dialect.words, b'"finish_reason":"') if hide_usage else dialect.words
+        self._words = (*dialect.words, _FINISHED) if hide_usage else dialect.words
         self._rest: list[bytes] = []
         self._size = 0
         self._tail = b""
-        self._held: list[bytes] = []
+        self._held: list[tuple[bytes, bool]] = []
+        """What waits for the fingerprint, and whether it is to carry it."""
         self.events = 0
         """Pieces of text that have gone by, about one for each token."""
         self.usage: Usage | None = None
@@ -93,7 +94,7 @@ class EventStream:
             if word in data:
                 return self._read(data)
         if self._held:
-            self._held.append(data)
+            self._held.append((data, False))
             return b""
         return data
 
@@ -139,7 +140,7 @@ class EventStream:
         if start < len(data):
             self._event(data[start:], out)
         if self._held:
-            self._held += out
+            self._held += ((event, False) for event in out)
             return b""
         return b"".join(out)
 
@@ -177,9 +178,10 @@ class EventStream:
             return b""
         if holds_private(data):
             event = _rewritten(event, without_private(payload))
-        if self._hide_usage and _FINISHED.search(payload):
+        if self._hide_usage and _FINISHED in payload:
             if not self._fingerprint.known:
-                self._held += [*out, event]
+                self._held += ((before, False) for before in out)
+                self._held.append((event, True))
                 out.clear()
                 return b""
             return self._stamped(event)
@@ -188,7 +190,7 @@ class EventStream:
     def _let_go(self) -> bytes:
         """The events that were held, with the fingerprint where it belongs."""
         held, self._held = self._held, []
-        return b"".join(self._stamped(event) if _FINISHED.search(event) else event for event in held)
+        return b"".join(self._stamped(event) if ends else event for event, ends in held)
 
     def _stamped(self, event: bytes) -> bytes:
         """The last event of a choice as it would be had the usage not been asked for."""
@@ -214,8 +216,9 @@ def parsed(text: bytes) -> Any:
 def holds_private(data: Mapping[str, Any]) -> bool:
     """Whether an answer, or the response that an event tells of, says what is private between engines."""
     response = data.get("response")
-    holders = (data, response) if isinstance(response, dict) else (data,)
-    return any(holder.get(field) is not None for holder in holders for field in PRIVATE)
+    if isinstance(response, dict) and holds_private(response):
+        return True
+    return data.get(PRIVATE[0]) is not None or data.get(PRIVATE[1]) is not None
 
 
 def without_private(body: bytes) -> bytes:

@@ -41,9 +41,9 @@ class Tenants:
 
     def __init__(self, by_digest: Mapping[str, Tenant] | None, secret: str | None) -> None:
         """`by_digest` None lets everybody in as `anonymous`; no `secret` leaves requests unsalted."""
-        self._by_digest = by_digest
+        self._by_digest = {bytes.fromhex(d): t for d, t in by_digest.items()} if by_digest is not None else None
         self._secret = secret.encode() if secret is not None else None
-        self._salts: dict[str, str | None] = {}
+        self._salts: dict[tuple[str, str | None, int], str | None] = {}
 
     def identify(self, fields: Mapping[bytes, bytes]) -> Tenant:
         """The tenant whose key the header carries. Raises `Unauthorized`, before any body is read."""
@@ -52,7 +52,7 @@ class Tenants:
         key = bearer_key(fields)
         if key is None:
             raise Unauthorized("No API key was sent; send it as 'Authorization: Bearer KEY'.", code="missing_api_key")
-        tenant = self._by_digest.get(hashlib.sha256(key).hexdigest())
+        tenant = self._by_digest.get(hashlib.sha256(key).digest())
         if tenant is None:
             raise Unauthorized(
                 "This API key is not known here; ask whoever runs the gateway for one.", code="invalid_api_key"
@@ -65,9 +65,10 @@ class Tenants:
         Raises `BadRequest` where the client's own salt is not a string.
         """
         if client_salt is None:
-            if tenant.name not in self._salts:  # as many as there are tenants in the configuration
-                self._salts[tenant.name] = self._salt(tenant, "")
-            return self._salts[tenant.name]
+            domain = (tenant.name, tenant.share, tenant.salt_epoch)  # as many as the configuration has
+            if domain not in self._salts:
+                self._salts[domain] = self._salt(tenant, "")
+            return self._salts[domain]
         if not isinstance(client_salt, str):
             raise BadRequest("cache_salt must be a string.", param="cache_salt")
         if len(client_salt) > MAX_CLIENT_SALT:

@@ -32,6 +32,8 @@ PAUSE = 0.005
 NUMBER = "00000000"
 """Stands in a body where each request has a number of its own, so that no two prompts are the same."""
 SENTENCE = "the engine loads a block of the prefix "
+LAST = b"\r\n0\r\n\r\n"
+"""The end of an answer in chunks, with the line before it: a head may end with 0 as well."""
 POLICIES = ("round_robin", "cache_aware")
 COLUMNS = ("bare relay", *(f"{name} {policy}" for policy in POLICIES for name in ("vllm-router", "Moongate")))
 
@@ -101,7 +103,7 @@ class Client(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._size += len(data)
-        self._tail = data if len(data) > 4 else self._tail + data
+        self._tail = data[-len(LAST) :] if len(data) >= len(LAST) else (self._tail + data)[-len(LAST) :]
         if self._length is None:
             self._head += data
             head, mark, _ = self._head.partition(b"\r\n\r\n")
@@ -112,7 +114,7 @@ class Client(asyncio.Protocol):
                 return
             declared = head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]
             self._length = len(head) + 4 + int(declared) if declared else 0
-        if self._size == self._length or (self._length == 0 and self._tail.endswith(b"0\r\n\r\n")):
+        if self._size == self._length or (self._length == 0 and self._tail == LAST):
             self.answered += 1
             if self._size < self._least:
                 self._fail(data)

@@ -109,7 +109,7 @@ async def serving(tree: dict[str, Any]) -> AsyncIterator[House]:
     config = uvicorn.Config(
         house.surface,
         port=0,
-        http=house.front,  # type: ignore[arg-type]  # as in gateway/__main__.py
+        http=house.front,
         ws="none",
         lifespan="on",
         access_log=False,

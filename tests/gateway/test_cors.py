@@ -40,7 +40,6 @@ def test_a_preflight_is_told_what_it_may_do() -> None:
             }
         )
     )
-    assert told.items() >= ALLOWED.items()
     assert b"POST" in told[b"access-control-allow-methods"]
     assert told[b"access-control-allow-headers"] == b"authorization, x-stainless-os"
     assert int(told[b"access-control-max-age"]) > 0

@@ -16,7 +16,9 @@ from gateway.errors import (
     Unauthorized,
     Unavailable,
     UnknownModel,
+    UnknownPath,
     UnsupportedMedia,
+    WrongMethod,
     error_body,
 )
 
@@ -24,6 +26,8 @@ TREE: list[tuple[GatewayError, int, str]] = [
     (BadRequest("m"), 400, "invalid_request_error"),
     (Unauthorized("m"), 401, "authentication_error"),
     (Forbidden("m"), 403, "permission_error"),
+    (UnknownPath(), 404, "invalid_request_error"),
+    (WrongMethod("POST"), 405, "invalid_request_error"),
     (UnknownModel(), 404, "invalid_request_error"),
     (NotStored(), 404, "invalid_request_error"),
     (BodyTooSlow("m"), 408, "invalid_request_error"),

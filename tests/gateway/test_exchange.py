@@ -200,19 +200,19 @@ async def test_a_body_counts_as_large_as_it_is_decoded(line: Line) -> None:
 
 async def test_leaving_cancels_the_task_that_answers(line: Line) -> None:
     exchange = asked(line)
-    exchange.task = asyncio.create_task(asyncio.sleep(60))
+    exchange.task = task = asyncio.create_task(asyncio.sleep(60))
     exchange.lost()
     with pytest.raises(asyncio.CancelledError):
-        await exchange.task
+        await task
     assert exchange.left
 
 
 async def test_leaving_behind_the_answer_cancels_nothing(line: Line) -> None:
     exchange = asked(line)
-    exchange.task = asyncio.create_task(asyncio.sleep(0.01))
+    exchange.task = task = asyncio.create_task(asyncio.sleep(0.01))
     exchange.answer(200, [], b"")
     exchange.lost()
-    await exchange.task
+    await task
 
 
 def test_who_reads_too_slowly_holds_the_engine_up(line: Line) -> None:

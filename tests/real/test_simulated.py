@@ -21,6 +21,7 @@ def simulated(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     port = free_port()
     command: list[str | Path] = [
         *(sys.executable, "-m", "connector.simulated", "--model", model_folder, "--served-model-name", "tiny"),
+        "--no-tool-parser",
         *("--port", str(port), "--block-size", "32", "--max-model-len", "8192", "--time-scale", "0"),
     ]
     with Child("simulated", command, tmp_path_factory.mktemp("simulated"), inherited()) as engine:

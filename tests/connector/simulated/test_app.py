@@ -70,10 +70,11 @@ async def test_a_text_ends_at_its_stop_or_of_its_own(run: Run) -> None:
     async with run() as (client, _):
         full = (await client.post(COMPLETIONS, json=completion(max_tokens=6))).json()["choices"][0]["text"]
         words = full.split(" ")
-        stopped = (await client.post(COMPLETIONS, json=completion(max_tokens=6, stop=[" " + words[3]]))).json()
+        at = next(n for n in range(1, 6) if full.index(" " + words[n]) == len(" ".join(words[:n])))
+        stopped = (await client.post(COMPLETIONS, json=completion(max_tokens=6, stop=[" " + words[at]]))).json()
         choice = stopped["choices"][0]
-        assert (choice["text"], choice["finish_reason"]) == (" ".join(words[:3]), "stop")
-        assert choice["stop_reason"] == " " + words[3]
+        assert (choice["text"], choice["finish_reason"]) == (" ".join(words[:at]), "stop")
+        assert choice["stop_reason"] == " " + words[at]
 
         ends = (await client.post(COMPLETIONS, json=completion(max_tokens=500, return_token_ids=True))).json()
         assert ends["choices"][0]["finish_reason"] == "stop"
