@@ -96,7 +96,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 @pytest.fixture(scope="session")
 def doomed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Engines, as slow as real ones, for tests that end one each."""
-    with up(tmp_path_factory.mktemp("doomed"), "--engines", "4") as fleet:
+    with up(tmp_path_factory.mktemp("doomed"), "--engines", "7") as fleet:
         yield fleet
 
 

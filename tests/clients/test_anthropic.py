@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 import anthropic
 import pytest
 from anthropic.types import MessageParam, ToolParam
+from anthropic.types.beta import BetaMessageParam
 from pydantic import BaseModel
 
 from tests.clients.conftest import MODEL, Fleet, Kill
@@ -108,6 +109,21 @@ def test_a_tool_is_called_and_its_result_answered(client: anthropic.Anthropic, s
     second = client.messages.create(model=MODEL, messages=messages, max_tokens=500, tools=[WEATHER])
     assert second.stop_reason == "end_turn"
     assert spoken(second)
+
+
+def test_the_tool_runner(client: anthropic.Anthropic) -> None:
+    asked = []
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """The weather to come."""
+        asked.append(city)
+        return "Rain."
+
+    messages: list[BetaMessageParam] = [{"role": "user", "content": "Which weather?"}]
+    runner = client.beta.messages.tool_runner(model=MODEL, messages=messages, max_tokens=500, tools=[weather])
+    assert [message.stop_reason for message in runner] == ["tool_use", "end_turn"]
+    assert len(asked) == 1
 
 
 def test_an_answer_is_parsed_into_a_model(client: anthropic.Anthropic) -> None:

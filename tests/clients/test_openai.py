@@ -304,12 +304,12 @@ def test_a_tool_of_a_response(client: openai.OpenAI) -> None:
     assert "response.function_call_arguments.delta" in kinds
     (call,) = [item for item in first.output if item.type == "function_call"]
     assert set(json.loads(call.arguments)) == {"city", "days"}
-    said: ResponseInputParam = [
-        *asked,
-        {"type": "function_call", "name": call.name, "arguments": call.arguments, "call_id": call.call_id},
-        {"type": "function_call_output", "call_id": call.call_id, "output": "Fog."},
-    ]
+    result: ResponseInputParam = [{"type": "function_call_output", "call_id": call.call_id, "output": "Fog."}]
+    said: Any = [*asked, *first.output, *result]  # as OpenAI's guides have it
     assert client.responses.create(model=MODEL, input=said, tools=[FORECAST]).output_text
+    assert client.responses.create(
+        model=MODEL, input=result, tools=[FORECAST], previous_response_id=first.id
+    ).output_text
 
 
 def test_a_background_response_is_cancelled(client: openai.OpenAI) -> None:

@@ -86,6 +86,7 @@ silence.write("WAVEfmt ", 8);
 [16, 0x0001_0001, 16_000, 32_000, 0x0010_0002].forEach((value, place) => silence.writeUInt32LE(value, 16 + 4 * place));
 silence.write("data", 36);
 silence.writeUInt32LE(16_000, 40);
+globalThis.File ??= (await import("node:buffer")).File; // Node.js 18 has it there
 const file = await toFile(Readable.from([silence]), "a.wav");
 assert.ok((await client.audio.transcriptions.create({ model, file })).text);
 const names = [];
