@@ -38,7 +38,10 @@ class Surface(FastAPI):
             await super().__call__(scope, receive, send)
             return
         fields = dict(scope["headers"])
-        more = [(b"x-request-id", request_id(fields)), *self._cors.headers(fields.get(b"origin"))]
+        name = request_id(fields)
+        more = [(b"x-request-id", name), *self._cors.headers(fields.get(b"origin"))]
+        if scope["path"] in ENDPOINTS and ENDPOINTS[scope["path"]].dialect is Dialect.MESSAGES:
+            more.append((b"request-id", name))
 
         async def tagged(message: Any) -> None:
             if message["type"] == "http.response.start":

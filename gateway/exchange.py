@@ -197,6 +197,10 @@ class Exchange:
 
     # the answer
 
+    def add(self, name: bytes, value: bytes) -> None:
+        """Put one more field into the head of the answer."""
+        self._more = [*(self._more or ()), (name, value)]
+
     def throttle(self, hold: Callable[[bool], None]) -> None:
         """Who is told to hold (True) while the client reads too slowly, and to go on (False)."""
         self._throttle = hold

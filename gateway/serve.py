@@ -195,6 +195,8 @@ class Serve:
         """Answer one request, whatever happens to it."""
         trace = self._telemetry.begin(exchange.fields)
         endpoint = ENDPOINTS.get(exchange.path)
+        if endpoint is not None and endpoint.dialect is Dialect.MESSAGES:
+            exchange.add(b"request-id", exchange.request_id)  # Anthropic's name for it
         try:
             tenant = self._tenants.identify(exchange.fields)
             trace.tenant = tenant.name

@@ -232,7 +232,7 @@ def test_an_answer_has_its_length_and_the_request_id(line: Line) -> None:
     exchange = asked(line, x_request_id="mine-1", more=[(b"c", b"d")])
     exchange.answer(201, [(b"a", b"b")], b"body")
     assert line.text == (
-        b"HTTP/1.1 201 Created\r\na: b\r\nc: d\r\ncontent-length: 4\r\nx-request-id: mine-1\r\n\r\nbody"
+        b"HTTP/1.1 201 Created\r\na: b\r\ncontent-length: 4\r\nx-request-id: mine-1\r\nc: d\r\n\r\nbody"
     )
     assert len(line.sent) == 1, "one write"
     assert line.told == ["keep"]

@@ -175,7 +175,7 @@ async def test_a_client_that_leaves_is_noticed_everywhere(street: Street, path: 
 def anthropic(answer: httpx.Response, status: int, *kinds: str) -> None:
     assert answer.status_code == status
     assert answer.headers["content-type"] == "application/json"
-    assert answer.headers["x-request-id"]
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
     body = answer.json()
     assert body["type"] == "error"
     assert body["error"]["type"] in kinds
