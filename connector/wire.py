@@ -454,7 +454,7 @@ class Wire:
             self._look_later()
 
     def _render(self, method: str, target: str, headers: Headers, body: Sequence[bytes]) -> list[bytes]:
-        lines = [method.encode("ascii"), b" ", target.encode("ascii"), self._http]
+        lines = [method.encode("ascii"), b" ", target.encode("latin-1"), self._http]
         for name, value in headers:
             lines += (name, b": ", value, b"\r\n")
         size = len(body[0]) if len(body) == 1 else sum(map(len, body))

@@ -93,7 +93,7 @@ class Front(HttpToolsProtocol):
             self._refuse("The request is not valid HTTP/1.1.")
         if self._bare > MAX_HEAD:
             self._refuse("The request's head or trailer is too large.")
-        elif self._bare and not self._busy and _SIMPLE.match(data):
+        elif self._bare == len(data) and not self._busy and _SIMPLE.match(data):
             self._refuse("Send the request in HTTP/1.1.")  # its line is all there is of it
 
     def connection_lost(self, exc: Exception | None) -> None:

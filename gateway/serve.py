@@ -210,8 +210,10 @@ class Serve:
             trace.status = str(error.status)
             self._refuse(exchange, error, endpoint.dialect if endpoint is not None else Dialect.CHAT)
         except asyncio.CancelledError:
-            trace.status = "client_left"
+            trace.status = "client_left" if exchange.left else "stopped"
             if not exchange.left:
+                if not exchange.finished:
+                    self._refuse(exchange, Unavailable("The gateway is being stopped; send it again."), Dialect.CHAT)
                 raise
         except Exception:
             log.exception("request %s met a defect", exchange.request_id.decode())

@@ -51,6 +51,8 @@ class House:
     url: str
     client: httpx.AsyncClient
     port: int
+    tasks: set[asyncio.Task[None]]
+    """Which the server would wait for, and then cancel, if it were stopped."""
 
     async def chat(self, text: str = "Tell me of the pool.", **fields: Any) -> httpx.Response:
         return await self.client.post(CHAT, json=chat(text, **fields))
@@ -127,7 +129,7 @@ async def serving(tree: dict[str, Any]) -> AsyncIterator[House]:
         async with httpx.AsyncClient(
             base_url=url, headers=headers, timeout=10, trust_env=False, verify=False
         ) as client:
-            yield House(url, client, port)
+            yield House(url, client, port, server.server_state.tasks)
     finally:
         for accepting in server.servers:
             accepting.close()

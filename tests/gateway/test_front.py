@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from gateway import front
-from tests.double import CHAT
+from tests.double import CHAT, End, delta, stream
 from tests.gateway.house import KEY, Raw, Street
 
 HEAD = f"POST {CHAT} HTTP/1.1\r\nhost: gateway\r\nauthorization: Bearer {KEY}\r\n".encode()
@@ -70,3 +70,42 @@ async def test_a_request_in_time_is_not_bounded_by_the_heads_limits(
         client.send(body[at : at + 50_000])
         await asyncio.sleep(0.01)
     assert (await client.until(b"\r\n")).startswith(b"HTTP/1.1 200")
+
+
+async def test_a_header_line_that_looks_like_a_request_is_a_header_line(street: Street) -> None:
+    house = await street.house(await street.engine())
+    client = await street.raw(house)
+    client.send(b"GET /health HTTP/1.1\r\nhost: gateway\r\nx-said: ")
+    await asyncio.sleep(0.02)
+    client.send(b"GET foo\r\n")
+    await asyncio.sleep(0.02)
+    client.send(b"\r\n")
+    assert (await client.until(b"\r\n")).startswith(b"HTTP/1.1 200")
+
+
+async def test_a_query_in_any_bytes_reaches_the_engine_or_is_refused(street: Street) -> None:
+    engine = await street.engine()
+    house = await street.house(engine)
+    for query in (b"?beta=true", b"?q=%E4%BD%A0", b"?q=\xe4\xbd\xa0"):
+        client = await street.raw(house)
+        body = b'{"model": "tiny", "messages": []}'
+        client.send(
+            HEAD.replace(b" HTTP/1.1", query + b" HTTP/1.1", 1) + b"content-length: %d\r\n\r\n" % len(body) + body
+        )
+        assert int((await client.until(b"\r\n")).split()[1]) in {200, 400}
+    assert engine.asked[0].target.endswith("?beta=true")
+    assert "%E4%BD%A0" in engine.asked[1].target
+
+
+async def test_a_gateway_that_is_stopped_ends_a_stream_with_an_error(street: Street) -> None:
+    engine = await street.engine()
+    engine.always(*stream(delta("a"), End.SILENCE))
+    house = await street.house(engine)
+    client = await street.raw(house)
+    client.ask(b'{"model": "tiny", "messages": [], "stream": true}')
+    await client.until(delta("a"))
+    for task in tuple(house.tasks):
+        task.cancel()
+    said = await client.until(b"data: [DONE]\n\n")
+    assert b'"error"' in said
+    await asyncio.wait_for(engine.asked[0].closed.wait(), 5)
