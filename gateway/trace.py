@@ -169,7 +169,7 @@ class Telemetry:
         self._registry = CollectorRegistry()
         self.requests = self._counter(
             "requests",
-            "Requests ended, by what the client got: a status, client_left, stopped (the gateway), or why it broke off.",
+            "Requests ended, by what the client got: a status, client_left, stopped (gateway), or why it broke off.",
             "tenant",
             "model",
             "status",
