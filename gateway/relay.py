@@ -191,6 +191,10 @@ class Relay:
         """When a request that is relayed from now on must be over, on the loop's clock."""
         return asyncio.get_running_loop().time() + self._total
 
+    def may_try_again(self) -> bool:
+        """Whether the budget has one more try, which is then taken."""
+        return self._budget.spend()
+
     async def open(self, leg: Leg, targets: Sequence[Target], deadline: float) -> Reply:
         """Run a leg on the first target that answers. Raises the `GatewayError` of the last attempt where none does."""
         self._budget.earn()
@@ -199,7 +203,7 @@ class Relay:
             try:
                 reply = await self.attempt(leg, target, deadline)
             except LegFailed as failure:
-                if number < last and failure.cause not in OUR_FAULT and self._budget.spend():
+                if number < last and failure.cause not in OUR_FAULT and self.may_try_again():
                     if failure.reply is not None:
                         failure.reply.close()
                     self._telemetry.retries.inc(targets[number].engine)

@@ -436,9 +436,9 @@ class Serve:
         body = prefill_body(call.raw, call.body, call.salt, call.rename)
         leg = Leg(call.target, body, plan.prompt.prefix, headers=headers)
         failed: GatewayError = EngineFailed("No prefill engine was tried; this is a defect of the gateway.")
-        for _ in range(self._bounds.attempts):
+        for number in range(self._bounds.attempts):
             chosen = next((c for c in candidates if c.id == placement.prefill), None)
-            if chosen is None:
+            if chosen is None or (number and not self._relay.may_try_again()):
                 break
             try:
                 target = Target(chosen.id, uncached(plan.job, chosen))
