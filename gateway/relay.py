@@ -271,7 +271,7 @@ class Relay:
             )
             kind = answer.header(b"content-type") or b""
             packed = _packed(answer)
-            _check_status(answer)
+            _check_head(answer)
             if kind.startswith(b"text/event-stream"):
                 reply = await self._stream(leg, lease, answer, sent, packed)
             else:
@@ -447,9 +447,11 @@ class _Copy:
         return error, cause
 
 
-def _check_status(answer: Answer) -> None:
+def _check_head(answer: Answer) -> None:
     if answer.status not in ANSWERS:
         raise LegFailed(f"status_{answer.status}", EngineFailed("The engine gave no answer; try again."))
+    if sum(name == b"content-type" for name, _ in answer.headers) > 1:
+        raise LegFailed("broken", EngineFailed("The engine's answer is two things at once; try again."))
 
 
 def _passing(answer: Answer) -> list[tuple[bytes, bytes]]:
