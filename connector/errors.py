@@ -4,6 +4,7 @@ ConnectorError
 |-- WireError           an HTTP exchange with an engine or a master failed
 |   |-- Unreachable     no connection: refused, unroutable, unknown name, TLS refused
 |   |-- Disconnected    the connection ended before the answer did
+|   |-- Exhausted       this process has no file descriptor left; nothing is said of the peer
 |   |-- TimedOut        a wait ran into its limit; `phase` says which
 |   `-- BadAnswer       the peer does not speak HTTP/1.1, or not what was asked for
 `-- Inexact             this prompt's token ids or hashes cannot be known exactly here
@@ -33,6 +34,10 @@ class Unreachable(WireError):
 
 class Disconnected(WireError):
     """The connection ended before the answer did."""
+
+
+class Exhausted(WireError):
+    """No file descriptor is left in this process for a connection."""
 
 
 class TimedOut(WireError):

@@ -19,8 +19,14 @@ _SPACE = re.compile(rb"[ \t\n\r]*+")
 _COLON = re.compile(rb"[ \t\n\r]*+:[ \t\n\r]*+")
 
 
+MOST_MEMBERS = 10_000
+"""Top-level members that are passed over, some 20 ms."""
+MOST_MARKS = 1_000_000
+"""Brackets and strings in one value that are passed over, some 0.4 s."""
+
+
 class NotAnObject(ValueError):
-    """The bytes are no JSON object."""
+    """The bytes are no JSON object, or one with more in it than anybody means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +45,11 @@ def members(raw: bytes) -> Iterator[Member]:
     Values are passed over by their brackets and quotes, not checked.
     """
     at = _skip(_SPACE, raw, _skip(_OPEN, raw, 0))
+    count = 0
     while raw[at : at + 1] != b"}":
+        count += 1
+        if count > MOST_MEMBERS:
+            raise NotAnObject
         start = at
         at = _skip(_STRING, raw, at)
         try:
@@ -96,9 +106,12 @@ def _value_end(raw: bytes, at: int) -> int:
         return _skip(_STRING, raw, at)
     if first not in (b"{", b"["):
         return _skip(_SCALAR, raw, at)
-    depth = 0
+    depth = marks = 0
     while mark := _MARK.search(raw, at):
         at = mark.end()
+        marks += 1
+        if marks > MOST_MARKS:
+            raise NotAnObject
         if mark[0] == b'"':
             at = _skip(_STRING, raw, at - 1)
         elif mark[0] in (b"{", b"["):

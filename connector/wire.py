@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from connector.errors import BadAnswer, Disconnected, Phase, TimedOut, Unreachable, WireError
+from connector.errors import BadAnswer, Disconnected, Exhausted, Phase, TimedOut, Unreachable, WireError
 
 HIGH_WATER = 256 * 1024
 """Unread bytes of one answer above which the socket is no longer read."""
@@ -64,7 +64,18 @@ class Timeouts:
 class Answer:
     """A response whose head has arrived. Read it to the end, or close it."""
 
-    __slots__ = ("_connection", "_error", "_pieces", "_sink", "_size", "_waiter", "done", "headers", "status")
+    __slots__ = (
+        "_connection",
+        "_error",
+        "_let_go",
+        "_pieces",
+        "_sink",
+        "_size",
+        "_waiter",
+        "done",
+        "headers",
+        "status",
+    )
 
     def __init__(self, connection: "Connection") -> None:
         self._connection = connection
@@ -72,6 +83,7 @@ class Answer:
         self._size = 0
         self._error: Exception | None = None
         self._sink: Callable[[bytes], None] | None = None
+        self._let_go = False
         self._waiter: asyncio.Future[None] | None = None
         self.done = False
         self.status = 0
@@ -108,11 +120,11 @@ class Answer:
         self._sink = sink
         try:
             self.flush()
-            if not self.done and self._error is None:
+            if not self.done and self._error is None and not self._let_go:
                 await self._wait()
         finally:
             self._sink = None
-        if self._error is not None:
+        if self._error is not None and not self._let_go:
             raise self._error
 
     async def body(self, limit: int) -> bytes:
@@ -140,6 +152,20 @@ class Answer:
 
     def close(self) -> None:
         """Give up the rest. An engine sees its client leave and aborts the request."""
+        if not self.done and self._error is None and not self._let_go:
+            self._connection.abort()
+
+    def let_go(self, seconds: float) -> None:
+        """Nobody needs the rest, which is as good as over: it may come within `seconds`, unread.
+
+        `pour` ends at once. A connection that is read to its end can be kept.
+        """
+        self._let_go = True
+        if not self.done:
+            self._connection.resume()
+            asyncio.get_running_loop().call_later(seconds, self._cut_off)
+
+    def _cut_off(self) -> None:
         if not self.done and self._error is None:
             self._connection.abort()
 
@@ -156,7 +182,9 @@ class Answer:
 
     def flush(self) -> None:
         """Hand on what has come, and wake who waits for it or for the end."""
-        if self._pieces and self._sink is not None:
+        if self._let_go:
+            self._taken()
+        elif self._pieces and self._sink is not None:
             try:
                 self._sink(self._taken())
             except Exception as error:  # noqa: BLE001 - raised by pour
@@ -167,7 +195,7 @@ class Answer:
             self._connection.pause()
         if self._waiter is None or self._waiter.done():
             return
-        if self.done or self._error is not None or self._pieces:
+        if self.done or self._error is not None or self._pieces or self._let_go:
             self._waiter.set_result(None)
 
     def _taken(self) -> bytes:
@@ -317,7 +345,7 @@ class Connection(asyncio.Protocol):
         self._head_size += len(name) + len(value)
         if self._head_size > MAX_HEAD:
             self._fail(BadAnswer(self.origin, TOO_LARGE))
-        elif self._answer is not None:
+        elif self._answer is not None and not self._answer.status:  # else it is a trailer
             self._answer.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -493,6 +521,6 @@ class Wire:
             raise TimedOut(self.origin, "connect", limit) from None
         except (OSError, UnicodeError) as error:  # a name that cannot be one is no OSError
             if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):  # not the peer's fault
-                raise WireError(self.origin, "no file descriptor is left in this process") from error
+                raise Exhausted(self.origin, "no file descriptor is left in this process") from error
             raise Unreachable(self.origin, getattr(error, "strerror", None) or str(error)) from error
         return connection

@@ -103,7 +103,14 @@ def build(settings: config.Config) -> House:
         admin_key=settings.admin.key.get_secret_value() if settings.admin.key is not None else None,
         lifespan=life,
     )
-    front = partial(Front, route=serve.route, refused=telemetry.refused.inc, write=settings.timeouts.write, cors=cors)
+    front = partial(
+        Front,
+        route=serve.route,
+        refused=telemetry.refused.inc,
+        write=settings.timeouts.write,
+        keep_alive=settings.timeouts.keep_alive,
+        cors=cors,
+    )
     return House(application, cast("type[Front]", front))
 
 

@@ -211,6 +211,8 @@ class Timeouts(Section):
     """Seconds between two pieces of an answer."""
     write: float = Field(60, gt=0)
     """Seconds for which a client may take nothing of its answer; then it is dropped."""
+    keep_alive: float = Field(75, gt=0)
+    """Seconds for which a client's connection may lie idle; more than the load balancer's before it."""
     total: float = Field(3600, gt=0)
     """Seconds for a whole request."""
     handoff: float = Field(10, gt=0)

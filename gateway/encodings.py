@@ -15,6 +15,8 @@ CODINGS = ("gzip", "deflate", "br", "zstd")
 MOST_LAYERS = 3
 """Codings that may lie upon each other."""
 _STEP = 64 * 1024
+_MEMBERS = 1024
+"""Members or frames that a body may be made of: each costs the same, however little is in it."""
 _SLICE = 256
 """Bytes of zstd that are inflated at once: a block of 128 KiB takes 4 bytes at least, so 8 MiB come out at most."""
 _WINDOW = 128 * 1024 * 1024
@@ -103,15 +105,18 @@ def _inflated(name: str, body: bytes, limit: int) -> bytes:
 
 def _zlib(body: bytes, limit: int, bits: int) -> bytes:
     pieces: list[bytes] = []
-    size = 0
-    while body:  # gzip may have several members
+    size = at = members = 0
+    view = memoryview(body)
+    while at < len(body):  # gzip may have several members
         inflater = zlib.decompressobj(bits)
-        piece = inflater.decompress(body, limit - size + 1)
-        size = _within(size + len(piece), limit)
-        pieces.append(piece)
-        if not inflater.eof:
-            raise EOFError
-        body = inflater.unused_data
+        members = _few(members + 1)
+        while not inflater.eof:
+            if at >= len(body):
+                raise EOFError
+            pieces.append(inflater.decompress(view[at : at + _STEP], limit - size + 1))
+            size = _within(size + len(pieces[-1]), limit)
+            at = min(at + _STEP, len(body)) - len(inflater.unconsumed_tail)
+        at -= len(inflater.unused_data)
         if bits != 31:
             break
     return b"".join(pieces)
@@ -119,8 +124,9 @@ def _zlib(body: bytes, limit: int, bits: int) -> bytes:
 
 def _zstd(body: bytes, limit: int) -> bytes:
     pieces: list[bytes] = []
-    size = at = 0
+    size = at = frames = 0
     while at < len(body):  # there may be several frames
+        frames = _few(frames + 1)
         inflater = zstandard.ZstdDecompressor(max_window_size=_WINDOW).decompressobj()
         while not inflater.eof:
             if at >= len(body):
@@ -142,6 +148,12 @@ def _brotli(body: bytes, limit: int) -> bytes:
         if not pieces[-1] and inflater.can_accept_more_data():
             raise EOFError
     return b"".join(pieces)
+
+
+def _few(members: int) -> int:
+    if members > _MEMBERS:
+        raise EOFError
+    return members
 
 
 def _within(size: int, limit: int) -> int:

@@ -20,6 +20,8 @@ from gateway.limits import Bytes
 
 AHEAD = 64 * 1024
 """Bytes of a body that are taken in before anybody asks for it."""
+PIECES = 64
+"""Pieces of a body that are kept as they came; what comes after them is copied together."""
 JOINED = 64 * 1024
 """Answers up to this many bytes are copied behind their head, so that one write sends both."""
 
@@ -31,6 +33,10 @@ Pairs = list[tuple[bytes, bytes]]
 
 class Line(Protocol):
     """What an exchange needs of its connection."""
+
+    @property
+    def full(self) -> bool:
+        """The client has much to take before it is given more."""
 
     def send(self, *pieces: bytes) -> None:
         """Write to the client."""
@@ -49,8 +55,8 @@ class Exchange:
     """A request from its head on, and the answer to it."""
 
     __slots__ = (
-        "_arrival", "_chunked", "_close", "_complete", "_declared", "_expects", "_fault", "_full", "_held", "_limit",
-        "_line", "_more", "_pieces", "_size", "_taken", "_throttle", "_wanted", "fields", "finished", "left",
+        "_arrival", "_chunked", "_close", "_complete", "_declared", "_delivery", "_expects", "_fault", "_full",
+        "_held", "_limit", "_line", "_more", "_pieces", "_size", "_small", "_taken", "_throttle", "_wanted", "fields", "finished", "left",
         "method", "path", "query", "request_id", "started", "task",
     )  # fmt: skip
 
@@ -65,6 +71,7 @@ class Exchange:
         declared: int | None = None,
         persistent: bool = True,
         chunks: bool = True,
+        full: bool = False,
         more: Pairs | None = None,
     ) -> None:
         """`fields` are the header fields by lower-case name; `more` goes into the head of every answer."""
@@ -79,9 +86,10 @@ class Exchange:
         self.task: asyncio.Task[None] | None = None
         self._line = line
         self._declared = declared
-        self._expects = fields.get(b"expect", b"").lower() == b"100-continue"
+        self._expects = chunks and fields.get(b"expect", b"").lower() == b"100-continue"
         self._more = more
         self._pieces: list[bytes] = []
+        self._small = bytearray()
         self._size = 0
         self._complete = False
         self._wanted = False
@@ -93,7 +101,8 @@ class Exchange:
         self._close = not persistent
         self._chunked = chunks
         self._throttle: Callable[[bool], None] | None = None
-        self._full = False
+        self._full = full
+        self._delivery: asyncio.Future[None] | None = None
 
     # the request's body
 
@@ -107,15 +116,19 @@ class Exchange:
         self._held = held
         self._limit = limit
         self._wanted = True
-        self._take(self._size if self._declared is None else self._declared)
+        if self._declared is not None and not held.has(self._declared):
+            raise Unavailable("The gateway holds as many request bodies as it may; try again shortly.")
+        self._take(self._size)
         if not self._complete and self._size <= limit and self._fault is None:
             await self._arrive(seconds)
         if self._fault is not None:
             raise self._fault
         if self._size > limit:
             raise BodyTooLarge(limit)
-        pieces, self._pieces = self._pieces, []
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        pieces: list[bytes | bytearray] = [*self._pieces, self._small] if self._small else [*self._pieces]
+        self._pieces, self._small = [], bytearray()
+        first = pieces[0] if pieces else b""
+        return first if len(pieces) == 1 and isinstance(first, bytes) else b"".join(pieces)
 
     async def _arrive(self, seconds: float) -> None:
         if self._expects and not self._size:
@@ -154,11 +167,13 @@ class Exchange:
         """A piece of the body has come."""
         if self.finished or self._fault is not None:
             return
-        self._pieces.append(piece)
+        if len(self._pieces) < PIECES:
+            self._pieces.append(piece)
+        else:  # many small ones would take many times their bytes
+            self._small += piece
         self._size += len(piece)
         if self._wanted:
-            if self._declared is None:
-                self._take(len(piece))
+            self._take(len(piece))
             if self._size > self._limit or self._fault is not None:
                 self._arrived()
         elif self._size > AHEAD:
@@ -238,6 +253,21 @@ class Exchange:
     def refuse(self, error: GatewayError) -> None:
         """Answer with an error. Once the head is out nothing can be refused any more."""
         self.answer(error.status, [(b"content-type", b"application/json"), *error.headers], error.body())
+
+    @property
+    def undelivered(self) -> bool:
+        """Much of the finished answer waits for the client to take it."""
+        return self._line.full and not self.left
+
+    async def taken(self) -> None:
+        """Wait until the client has taken the finished answer, or is gone."""
+        self._delivery = asyncio.get_running_loop().create_future()
+        await self._delivery
+
+    def delivered(self) -> None:
+        """It has."""
+        if self._delivery is not None and not self._delivery.done():
+            self._delivery.set_result(None)
 
     def drop(self) -> None:
         """Break off: what the client has of the answer must not look whole."""

@@ -232,6 +232,10 @@ class Fleet:
         """
         return Lease(self._engines[engine_id], backlog, prefix)
 
+    def lets_through(self, engine_id: str) -> bool:
+        """Whether the engine's circuit breaker lets a request through now."""
+        return self._engines[engine_id].breaker.lets_through
+
     def suspect(self, engine_id: str, trouble: str) -> None:
         """No connection could be made: no more work until the next poll finds the engine well."""
         engine = self._engines[engine_id]

@@ -8,6 +8,8 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from gateway.errors import BadRequest
 
+MOST_PARTS = 1000
+"""Parts of a form; a transcription has some twenty fields."""
 MAX_FIELD = 1024
 """Bytes of a field's value that are looked at: names and flags are shorter, files are not read."""
 _WANTED = frozenset({b"model", b"stream"})
@@ -42,9 +44,13 @@ class _Form:
         self._name = b""
         self._header = b""
         self._value = b""
+        self._parts = 0
 
     def on_part_begin(self) -> None:
         self._name = b""
+        self._parts += 1
+        if self._parts > MOST_PARTS:
+            raise BadRequest(f"The form has more than {MOST_PARTS} parts.")
 
     def on_header_begin(self) -> None:
         self._header = self._value = b""

@@ -28,8 +28,6 @@ MAX_HEAD = 64 * 1024
 """Bytes that may come without any of them being of a body."""
 HEAD_SECONDS = 10.0
 """Seconds for a request line and its headers."""
-IDLE_SECONDS = 75.0
-"""Seconds that a connection may lie idle between two requests."""
 LINGER_SECONDS = 2.0
 """Seconds for which what a refused client still sends is read and dropped, so that it gets to read its answer."""
 LINGER_BYTES = 128 * 1024 * 1024
@@ -47,13 +45,23 @@ class Front(HttpToolsProtocol):
     """One connection of a client."""
 
     def __init__(
-        self, *settings: Any, route: Route, refused: Callable[[], None], write: float, cors: Cors, **more: Any
+        self,
+        *settings: Any,
+        route: Route,
+        refused: Callable[[], None],
+        cors: Cors,
+        write: float,
+        keep_alive: float,
+        **more: Any,
     ) -> None:
-        """`refused` is told of each request that is no HTTP; `write` seconds a client may take nothing."""
+        """`refused` is told of each request that is no HTTP. In seconds: `write`, for which a client may take
+        nothing, and `keep_alive`, for which a connection may lie idle between two requests.
+        """
         super().__init__(*settings, **more)
         self._route = route
         self._refused = refused
         self._write = write
+        self._keep_alive = keep_alive
         self._cors = cors
         self._exchange: Exchange | None = None
         self._framing: list[tuple[bytes, bytes]] = []
@@ -65,8 +73,11 @@ class Front(HttpToolsProtocol):
         self._since = 0.0
         """When the connection fell idle, or a head began."""
         self._served = False
-        self._unsent = 0
+        self._undelivered: Exchange | None = None
+        self._written = 0
+        self._taken = 0
         self._stuck = 0.0
+        """When the client last took something."""
         self._timer: asyncio.TimerHandle | None = None
 
     # asyncio.Protocol
@@ -102,6 +113,7 @@ class Front(HttpToolsProtocol):
         exchange = self._forget()
         if exchange is not None:
             exchange.lost()
+        self._delivered()
         self._deaf = True
         super().connection_lost(exc)
 
@@ -114,6 +126,9 @@ class Front(HttpToolsProtocol):
         super().resume_writing()
         if self._exchange is not None:
             self._exchange.paused(False)
+        else:
+            self.flow.resume_reading()
+        self._delivered()
 
     def shutdown(self) -> None:
         """The server wants to end: the answer under way is the last on this connection."""
@@ -177,6 +192,7 @@ class Front(HttpToolsProtocol):
             declared=declared,
             persistent=later and self.parser.should_keep_alive(),
             chunks=later,
+            full=self.flow.write_paused,
             more=more,
         )
         exchange.task = self.loop.create_task(handler(exchange))
@@ -202,8 +218,13 @@ class Front(HttpToolsProtocol):
 
     # exchange.Line
 
+    @property
+    def full(self) -> bool:
+        return self.flow.write_paused
+
     def send(self, *pieces: bytes) -> None:
         if not self.transport.is_closing():
+            self._written += sum(map(len, pieces))
             if len(pieces) == 1:
                 self.transport.write(pieces[0])
             else:
@@ -216,12 +237,25 @@ class Front(HttpToolsProtocol):
             self.flow.pause_reading()
 
     def over(self, *, close: bool) -> None:
-        self._forget()
+        exchange = self._forget()
         self._served = True
         self._since = self.loop.time()
         self.server_state.total_requests += 1
-        self.flow.resume_reading()
+        if self.flow.write_paused:  # no next request before this answer is taken
+            self._undelivered = exchange
+            self.flow.pause_reading()
+        else:
+            self.flow.resume_reading()
         if close or self._deaf or self._last:
+            self._leave()
+
+    def on_response_complete(self) -> None:
+        """Uvicorn's request is over. Its timer would close the connection under the next one."""
+        super().on_response_complete()
+        self._unset_keepalive_if_required()
+        self._served = True
+        self._since = self.loop.time()
+        if self._last or self.cycle.more_body:
             self._leave()
 
     def drop(self) -> None:
@@ -239,6 +273,12 @@ class Front(HttpToolsProtocol):
         if exchange is not None and exchange.task is not None:
             self.tasks.discard(exchange.task)
         return exchange
+
+    def _delivered(self) -> None:
+        """The client has taken the last answer, or is gone."""
+        exchange, self._undelivered = self._undelivered, None
+        if exchange is not None:
+            exchange.delivered()
 
     def _go_on(self) -> None:
         """Leave the request to uvicorn, which makes its scope when a message begins."""
@@ -288,14 +328,15 @@ class Front(HttpToolsProtocol):
         """Close a connection on which nothing moves though it should."""
         now = self.loop.time()
         unsent = self.transport.get_write_buffer_size()
-        if unsent != self._unsent or not unsent:
-            self._unsent, self._stuck = unsent, now
+        if self._written - unsent > self._taken or not unsent:
+            self._stuck = now
+        self._taken = self._written - unsent
         if now - self._stuck >= self._write:
             self.transport.abort()
             return
         wait = min(HEAD_SECONDS, self._write)
         if not self._busy and not unsent:
-            limit = IDLE_SECONDS if self._served and not self._bare else HEAD_SECONDS
+            limit = self._keep_alive if self._served and not self._bare else HEAD_SECONDS
             wait = self._since + limit - now
         if wait > 0:
             self._timer = self.loop.call_later(wait, self._look)

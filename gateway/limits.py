@@ -57,6 +57,10 @@ class Bytes:
         self._left -= size
         return True
 
+    def has(self, size: int) -> bool:
+        """Whether so many are free."""
+        return size <= self._left
+
     def give(self, size: int) -> None:
         """Hold them no more."""
         self._left += size

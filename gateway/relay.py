@@ -18,11 +18,11 @@ from typing import Any
 from msgspec import Struct
 
 from connector.blocks import Prefix
-from connector.errors import TimedOut, Unreachable, WireError
+from connector.errors import Exhausted, TimedOut, Unreachable, WireError
 from connector.wire import Answer
 from gateway.dialects import Dialect, Usage, gave_up, usage
 from gateway.encodings import CODINGS, Undecodable, codings, decoder, unpacked
-from gateway.errors import EngineFailed, EngineTimedOut, GatewayError
+from gateway.errors import EngineFailed, EngineTimedOut, GatewayError, Unavailable
 from gateway.exchange import Exchange
 from gateway.fleet import Fleet, Lease
 from gateway.limits import Budget
@@ -39,7 +39,9 @@ RETRIED = frozenset({502, 503, 504})
 """Statuses before the first byte that send a request to a spare."""
 DRAINING = b"cannot schedule new futures"
 """In the 500 of an engine that shuts down while its /health still says 200."""
-OUR_FAULT = frozenset({"total_timeout", "reader_timeout"})
+LEFT_ALONE = "left_alone"
+"""The cause where a circuit breaker stood before the engine."""
+OUR_FAULT = frozenset({"total_timeout", "reader_timeout", "no_descriptor"})
 """Causes that tell nothing of the engine."""
 
 _DROPPED = frozenset(
@@ -191,6 +193,10 @@ class Relay:
         """When a request that is relayed from now on must be over, on the loop's clock."""
         return asyncio.get_running_loop().time() + self._total
 
+    def _goes_on(self, failure: LegFailed) -> bool:
+        """Whether the next engine may be asked. One that was never sent anything costs no second try."""
+        return failure.cause == LEFT_ALONE or (failure.cause not in OUR_FAULT and self.may_try_again())
+
     def may_try_again(self) -> bool:
         """Whether the budget has one more try, which is then taken."""
         return self._budget.spend()
@@ -203,7 +209,7 @@ class Relay:
             try:
                 reply = await self.attempt(leg, target, deadline)
             except LegFailed as failure:
-                if number < last and failure.cause not in OUR_FAULT and self.may_try_again():
+                if number < last and self._goes_on(failure):
                     if failure.reply is not None:
                         failure.reply.close()
                     self._telemetry.retries.inc(targets[number].engine)
@@ -240,6 +246,8 @@ class Relay:
 
     async def attempt(self, leg: Leg, target: Target, deadline: float) -> Reply:
         """Send a leg and wait for the first byte of its answer. Raises `LegFailed`."""
+        if not self._fleet.lets_through(target.engine):  # another request has begun to try it since the survey
+            raise LegFailed(LEFT_ALONE, Unavailable("The engine is being tried by another request; try again."))
         lease = self._fleet.lease(target.engine, target.backlog, leg.prefix)
         engine = lease.engine
         try:
@@ -281,6 +289,8 @@ class Relay:
             raise LegFailed("unreachable", EngineFailed("The engine could not be reached; try again.")) from error
         except TimedOut as error:
             raise LegFailed(f"{error.phase}_timeout", _too_late(error.phase, error.limit)) from error
+        except Exhausted as error:
+            raise LegFailed("no_descriptor", Unavailable("The gateway has no connection left; try again.")) from error
         except (WireError, Undecodable) as error:
             if answer is not None:
                 answer.close()
@@ -431,7 +441,7 @@ class _Copy:
         self._exchange.write(events)
         if self._stream.done:
             self._exchange.finish()
-            asyncio.get_running_loop().call_later(ENGINE_ENDS, self._answer.close)
+            self._answer.let_go(ENGINE_ENDS)
 
     def ended(self, error: GatewayError | None, cause: str | None) -> tuple[GatewayError | None, str | None]:
         """What the client must be told now that no more comes, and why."""

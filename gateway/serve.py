@@ -21,7 +21,7 @@ streams, only `Account` remembers what it was about.
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,8 @@ INLINE_BYTES = 16 * 1024
 EXACT_BYTES = 8 * 1024 * 1024
 """Bodies above this many bytes are placed by load: no context is so long, and tokens take a hundredfold of memory."""
 
+TOKEN_BYTES = 4
+"""Bytes of a body that count as a token, where nobody has counted."""
 SHALLOW = 250
 """Brackets in a body up to which it cannot be nested too deeply."""
 COUNTED = 4096
@@ -132,6 +134,8 @@ class Account(Struct, frozen=True):
     placement: Placement
     predicted: bool
     """Whether residency was known well enough to be held against what engines say."""
+    size: int
+    """Bytes of the request's body."""
     prefilled: Result | None = None
     """The prefill leg, where there was one."""
 
@@ -228,6 +232,8 @@ class Serve:
         self._keep(account, reply.result())  # who leaves a stream may come back to it
         try:
             result = await self._relay.give(exchange, reply)
+            if exchange.undelivered:
+                await exchange.taken()
         except asyncio.CancelledError:
             self._settle_left(account, reply.result())
             raise
@@ -260,8 +266,8 @@ class Serve:
         deadline = self._relay.deadline()
         try:
             if placement.prefill is None:
-                reply = await self._relay.open(self._answer_leg(plan, headers), self._targets(plan), deadline)
-                return reply, self._account(plan)
+                leg = await self._answer_leg(plan, headers)
+                return await self._relay.open(leg, self._targets(plan), deadline), self._account(plan)
             return await self._open_apart(trace, plan, headers, deadline)
         except GatewayError:
             self._observe(placement, Outcome(ok=False, engine=placement.engine, ttft=None, cached_tokens=None))
@@ -276,7 +282,7 @@ class Serve:
             exchange.grow(len(raw))
         kind = exchange.fields.get(b"content-type", b"")
         if endpoint.form:
-            body = forms.fields(raw, kind)
+            body = await asyncio.to_thread(forms.fields, raw, kind)
         elif b"charset" in kind and b"utf-8" not in kind.lower():
             raise UnsupportedMedia("The body must be JSON in UTF-8.")
         else:
@@ -424,7 +430,7 @@ class Serve:
         decode = replace(plan, job=job, candidates=candidates, placement=placement)
         targets = self._targets(decode, first.lease.engine.id if first is not None else None)
         try:
-            reply = await self._relay.open(self._answer_leg(decode, headers), targets, deadline)
+            reply = await self._relay.open(await self._answer_leg(decode, headers), targets, deadline)
         except GatewayError:
             self._telemetry.handoffs.inc(plan.call.model.name, "decode_failed")
             raise
@@ -433,7 +439,7 @@ class Serve:
     async def _prefill(self, plan: Plan, headers: Sequence[tuple[bytes, bytes]], deadline: float) -> Reply | None:
         """Run the prefill leg, on another engine where one fails. None: let the decode engine compute the prompt."""
         call, placement, candidates = plan.call, plan.placement, list(plan.candidates)
-        body = prefill_body(call.raw, call.body, call.salt, call.rename)
+        body = await _spliced(call, lambda: prefill_body(call.raw, call.body, call.salt, call.rename), looks=True)
         leg = Leg(call.target, body, plan.prompt.prefix, headers=headers)
         failed: GatewayError = EngineFailed("No prefill engine was tried; this is a defect of the gateway.")
         for number in range(self._bounds.attempts):
@@ -467,18 +473,21 @@ class Serve:
         return seen
 
     @staticmethod
-    def _answer_leg(plan: Plan, headers: Sequence[tuple[bytes, bytes]]) -> Leg:
+    async def _answer_leg(plan: Plan, headers: Sequence[tuple[bytes, bytes]]) -> Leg:
         call, endpoint = plan.call, plan.call.endpoint
         if endpoint.form:
             body: Sequence[bytes] = (call.raw,)
         else:
-            body = engine_body(
-                call.raw,
-                call.body,
-                salt=call.salt,
-                ask_usage=endpoint.asks_usage,
-                model=call.rename,
-                owned=endpoint.owned,
+            body = await _spliced(
+                call,
+                lambda: engine_body(
+                    call.raw,
+                    call.body,
+                    salt=call.salt,
+                    ask_usage=endpoint.asks_usage,
+                    model=call.rename,
+                    owned=endpoint.owned,
+                ),
             )
         return Leg(
             call.target,
@@ -493,7 +502,9 @@ class Serve:
     @staticmethod
     def _account(plan: Plan, prefilled: Result | None = None) -> Account:
         known = plan.prompt.prefix is not None and (plan.call.model.pool is None or plan.job.pool_tokens is not None)
-        return Account(plan.call.tenant, plan.job, plan.candidates, plan.placement, known, prefilled)
+        return Account(
+            plan.call.tenant, plan.job, plan.candidates, plan.placement, known, len(plan.call.raw), prefilled
+        )
 
     def _targets(self, plan: Plan, prefill: str | None = None) -> list[Target]:
         """The placement's engine and its spares, each with what it would have to compute."""
@@ -566,9 +577,17 @@ class Serve:
             self._stored.keep(account.tenant.name, result.made, account.job.model, result.engine)
 
     def _settle_left(self, account: Account, result: Result) -> None:
-        """The client left a stream: what had gone by is charged, an event as a token."""
-        self._telemetry.completion_tokens.add(result.events, account.tenant.name, account.job.model)
-        self._limits.settle(account.tenant, result.events)
+        """The client left an answer: what had gone by is charged, an event as a token.
+
+        A prompt that was not counted here is charged as the engine says, or else as so many bytes.
+        """
+        tenant, model, usage = account.tenant, account.job.model, result.usage
+        completion = max(result.events, usage.completion or 0 if usage is not None else 0)
+        self._telemetry.completion_tokens.add(completion, tenant.name, model)
+        prompt = usage.prompt if usage is not None else None
+        self._telemetry.prompt_tokens.add(prompt or account.job.prompt_tokens or 0, tenant.name, model)
+        owed = 0 if account.job.prompt_tokens is not None else prompt or account.size // TOKEN_BYTES
+        self._limits.settle(tenant, completion + owed)
 
     @staticmethod
     def _refuse(exchange: Exchange, error: GatewayError, dialect: Dialect) -> None:
@@ -629,6 +648,23 @@ def _glance(raw: bytes) -> Mapping[str, Any]:
         return {m.name: orjson.loads(raw[m.value : m.end]) for m in members(raw) if m.name in GLANCED}
     except (NotAnObject, orjson.JSONDecodeError):
         raise BadRequest("The body must be a JSON object.") from None
+
+
+async def _spliced(call: Call, splice: Callable[[], list[bytes]], *, looks: bool = False) -> list[bytes]:
+    """The body for an engine. To look for members in a large one takes long, and then happens in a thread."""
+    looks = (
+        looks
+        or call.rename is not None
+        or not call.endpoint.owned.isdisjoint(call.body)
+        or "stream_options" in call.body
+        or "vllm_xargs" in call.body
+    )
+    try:
+        if looks and len(call.raw) > INLINE_BYTES:
+            return await asyncio.to_thread(splice)
+        return splice()
+    except NotAnObject:
+        raise BadRequest("The body has more members or brackets than any request needs.") from None
 
 
 def _unknowable(call: Call) -> str | None:

@@ -19,6 +19,7 @@ class Line:
 
     sent: list[bytes] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
+    full: bool = False
 
     def send(self, *pieces: bytes) -> None:
         self.sent += pieces

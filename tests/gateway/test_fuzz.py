@@ -362,7 +362,7 @@ def test_odd_clients(tmp_path: Path, tokenizer_folder: Path, seconds: float) -> 
             pools={"main": {"admin": [master.url], "deadline_ms": 500}},
             models=[{"name": "tiny", "tokenizer": str(tokenizer_folder), "pool": "main"}],
             policy={"use": "cache_aware"},
-            timeouts={"body": 1, "connect": 5, "head": 5, "idle": 5, "total": 10},
+            timeouts={"body": 1, "connect": 5, "head": 5, "idle": 5, "total": 10, "keep_alive": 5},
         )
         with world(tmp_path, "tiny", tree) as on:
 
