@@ -107,9 +107,9 @@ def build(settings: config.Config) -> House:
         Front,
         route=serve.route,
         refused=telemetry.refused.inc,
+        cors=cors,
         write=settings.timeouts.write,
         keep_alive=settings.timeouts.keep_alive,
-        cors=cors,
     )
     return House(application, cast("type[Front]", front))
 

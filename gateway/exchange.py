@@ -56,8 +56,8 @@ class Exchange:
 
     __slots__ = (
         "_arrival", "_chunked", "_close", "_complete", "_declared", "_delivery", "_expects", "_fault", "_full",
-        "_held", "_limit", "_line", "_more", "_pieces", "_size", "_small", "_taken", "_throttle", "_wanted", "fields", "finished", "left",
-        "method", "path", "query", "request_id", "started", "task",
+        "_held", "_limit", "_line", "_more", "_pieces", "_size", "_small", "_taken", "_throttle", "_wanted",
+        "fields", "finished", "left", "method", "path", "query", "request_id", "started", "task",
     )  # fmt: skip
 
     def __init__(

@@ -114,6 +114,7 @@ async def serving(tree: dict[str, Any]) -> AsyncIterator[House]:
         http=house.front,
         ws="none",
         lifespan="on",
+        timeout_keep_alive=1,  # has no effect: the front looks after idle connections itself
         access_log=False,
         log_config=None,
         server_header=False,
