@@ -224,10 +224,11 @@ class Front(HttpToolsProtocol):
 
     def send(self, *pieces: bytes) -> None:
         if not self.transport.is_closing():
-            self._written += sum(map(len, pieces))
             if len(pieces) == 1:
+                self._written += len(pieces[0])
                 self.transport.write(pieces[0])
             else:
+                self._written += sum(map(len, pieces))
                 self.transport.writelines(pieces)
 
     def read_on(self, *, wanted: bool) -> None:

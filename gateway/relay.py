@@ -277,9 +277,8 @@ class Relay:
             answer = await engine.wire.send(
                 leg.method, leg.target, (*headers, *engine.headers, *leg.headers), leg.body, deadline
             )
-            kind = answer.header(b"content-type") or b""
+            kind = _kind(answer)
             packed = _packed(answer)
-            _check_head(answer)
             if kind.startswith(b"text/event-stream"):
                 reply = await self._stream(leg, lease, answer, sent, packed)
             else:
@@ -457,11 +456,14 @@ class _Copy:
         return error, cause
 
 
-def _check_head(answer: Answer) -> None:
+def _kind(answer: Answer) -> bytes:
+    """The content type of what is an answer."""
     if answer.status not in ANSWERS:
         raise LegFailed(f"status_{answer.status}", EngineFailed("The engine gave no answer; try again."))
-    if sum(name == b"content-type" for name, _ in answer.headers) > 1:
+    kinds = [value for name, value in answer.headers if name == b"content-type"]
+    if len(kinds) > 1:
         raise LegFailed("broken", EngineFailed("The engine's answer is two things at once; try again."))
+    return kinds[0] if kinds else b""
 
 
 def _passing(answer: Answer) -> list[tuple[bytes, bytes]]:

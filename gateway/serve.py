@@ -75,6 +75,8 @@ SHALLOW = 250
 COUNTED = 4096
 """Bytes of a body up to which counting its brackets costs less than writing it once (10 us for 400 kB)."""
 
+_TOO_MUCH = "The body has more members or brackets than any request needs."
+
 GLANCED = frozenset(
     {"model", "stream", "stream_options", "cache_salt", "kv_transfer_params", "ec_transfer_params", "vllm_xargs",
      "previous_response_id", "request_id"}
@@ -229,7 +231,8 @@ class Serve:
     async def _answer(self, exchange: Exchange, trace: Trace, tenant: Tenant, endpoint: Endpoint) -> None:
         reply, account = await self._open(exchange, trace, tenant, endpoint)
         exchange.release()
-        self._keep(account, reply.result())  # who leaves a stream may come back to it
+        if endpoint.makes:
+            self._keep(account, reply.result())  # who leaves a stream may come back to it
         try:
             result = await self._relay.give(exchange, reply)
             if exchange.undelivered:
@@ -239,7 +242,8 @@ class Serve:
             raise
         trace.step("relay")
         self._settle(trace, account, result)
-        self._keep(account, result)
+        if endpoint.makes:
+            self._keep(account, result)
         trace.status = str(result.status) if result.error is None else result.error
 
     async def _open(
@@ -439,7 +443,7 @@ class Serve:
     async def _prefill(self, plan: Plan, headers: Sequence[tuple[bytes, bytes]], deadline: float) -> Reply | None:
         """Run the prefill leg, on another engine where one fails. None: let the decode engine compute the prompt."""
         call, placement, candidates = plan.call, plan.placement, list(plan.candidates)
-        body = await _spliced(call, lambda: prefill_body(call.raw, call.body, call.salt, call.rename), looks=True)
+        body = await _spliced(_prefill_body, call)
         leg = Leg(call.target, body, plan.prompt.prefix, headers=headers)
         failed: GatewayError = EngineFailed("No prefill engine was tried; this is a defect of the gateway.")
         for number in range(self._bounds.attempts):
@@ -475,20 +479,10 @@ class Serve:
     @staticmethod
     async def _answer_leg(plan: Plan, headers: Sequence[tuple[bytes, bytes]]) -> Leg:
         call, endpoint = plan.call, plan.call.endpoint
-        if endpoint.form:
-            body: Sequence[bytes] = (call.raw,)
+        if len(call.raw) > INLINE_BYTES:
+            body = await _spliced(_engine_body, call)
         else:
-            body = await _spliced(
-                call,
-                lambda: engine_body(
-                    call.raw,
-                    call.body,
-                    salt=call.salt,
-                    ask_usage=endpoint.asks_usage,
-                    model=call.rename,
-                    owned=endpoint.owned,
-                ),
-            )
+            body = _engine_body(call)
         return Leg(
             call.target,
             body,
@@ -650,21 +644,40 @@ def _glance(raw: bytes) -> Mapping[str, Any]:
         raise BadRequest("The body must be a JSON object.") from None
 
 
-async def _spliced(call: Call, splice: Callable[[], list[bytes]], *, looks: bool = False) -> list[bytes]:
-    """The body for an engine. To look for members in a large one takes long, and then happens in a thread."""
+async def _spliced(splice: Callable[[Call], Sequence[bytes]], call: Call) -> Sequence[bytes]:
+    """A large body for an engine. Where members must be looked for, that takes long and happens in a thread."""
     looks = (
-        looks
+        splice is _prefill_body
         or call.rename is not None
         or not call.endpoint.owned.isdisjoint(call.body)
         or "stream_options" in call.body
         or "vllm_xargs" in call.body
     )
+    return await asyncio.to_thread(splice, call) if looks else splice(call)
+
+
+def _engine_body(call: Call) -> Sequence[bytes]:
+    endpoint = call.endpoint
+    if endpoint.form:
+        return (call.raw,)
     try:
-        if looks and len(call.raw) > INLINE_BYTES:
-            return await asyncio.to_thread(splice)
-        return splice()
+        return engine_body(
+            call.raw,
+            call.body,
+            salt=call.salt,
+            ask_usage=endpoint.asks_usage,
+            model=call.rename,
+            owned=endpoint.owned,
+        )
     except NotAnObject:
-        raise BadRequest("The body has more members or brackets than any request needs.") from None
+        raise BadRequest(_TOO_MUCH) from None
+
+
+def _prefill_body(call: Call) -> Sequence[bytes]:
+    try:
+        return prefill_body(call.raw, call.body, call.salt, call.rename)
+    except NotAnObject:
+        raise BadRequest(_TOO_MUCH) from None
 
 
 def _unknowable(call: Call) -> str | None:
