@@ -40,8 +40,10 @@ QUICK, LONG = 25.0, 300.0
 """Seconds of each test."""
 SILENCE = 0.05
 """Seconds without a byte after which a connection is set aside, to be looked at again later."""
-ENDED = 20.0
-"""Seconds after which whatever a client said must be over: 10 s for a head, 5 s of keep-alive, and some."""
+ENDED = 60.0
+"""Seconds after which whatever a client said must be over: 10 s for a head, 5 s of keep-alive, and what a machine may
+stand still for.
+"""
 ASIDE = 300
 """Connections that are kept aside at most."""
 CANARY = "canary-of-team-b"
