@@ -131,9 +131,9 @@ def model(bos: int, eos: int) -> LlamaForCausalLM:
         tie_word_embeddings=False,
         bos_token_id=bos,
         eos_token_id=eos,
-        dtype=torch.bfloat16,
+        dtype=torch.float32,
     )
-    return LlamaForCausalLM(config).to(torch.bfloat16)
+    return LlamaForCausalLM(config)
 
 
 def main() -> None:
