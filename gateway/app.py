@@ -25,6 +25,7 @@ from gateway.limits import Limits
 from gateway.models import Model, Pool
 from gateway.relay import Relay
 from gateway.serve import Bounds, Serve
+from gateway.settle import Settle
 from gateway.tenants import Tenant, Tenants
 from gateway.trace import Telemetry
 from policies.least_loaded import LeastLoaded
@@ -54,12 +55,14 @@ def build(settings: config.Config) -> House:
     pools = {name: Pool(name, Master(pool.admin, pool.deadline_ms / 1000)) for name, pool in settings.pools.items()}
     models = {model.name: _model(model, pools) for model in settings.models}
     cors = Cors(settings.listen.cors.origins)
+    limits = Limits(time.monotonic)
+    policy = load_policy(settings.policy.use, settings.policy.settings)
     serve = Serve(
         tenants=tenants,
-        limits=Limits(time.monotonic),
+        limits=limits,
         models={name: models[model.name] for model in settings.models for name in (model.name, *model.aliases)},
         fleet=fleet,
-        policy=load_policy(settings.policy.use, settings.policy.settings),
+        policy=policy,
         fallback=LeastLoaded(),
         relay=Relay(
             fleet,
@@ -68,6 +71,7 @@ def build(settings: config.Config) -> House:
             budget=settings.retries.budget,
             total=settings.timeouts.total,
         ),
+        settle=Settle(limits=limits, policy=policy, telemetry=telemetry, access_log=settings.telemetry.access_log),
         telemetry=telemetry,
         bounds=Bounds(
             body_bytes=settings.listen.max_body_bytes,
@@ -78,7 +82,6 @@ def build(settings: config.Config) -> House:
             local_prefill=settings.retries.local_prefill,
         ),
         expose_routing=settings.telemetry.expose_routing,
-        access_log=settings.telemetry.access_log,
     )
 
     @asynccontextmanager

@@ -2,7 +2,7 @@
 
     identify   whose key is it                                   tenants
     gate       may they send one more now                        limits
-    parse      bytes to an object, once                          here
+    parse      bytes to an object, once                          bodies
     tokenize   the prompt's token ids, as the engine would have  connector.render, connector.tokens
     hash       ids and salt to the engine's own block hashes     connector.blocks
     charge     the prompt's tokens, to the tenant's budget       limits
@@ -10,7 +10,7 @@
     look up    how many leading blocks the pool holds            connector.mooncake
     place      one engine, or a prefill and a decode engine      policies
     relay      one leg, or two, and the bytes to the client      relay, connector.handoff
-    settle     predicted against actual, usage, the span         here
+    settle     predicted against actual, usage, the span         settle
 
 Each step takes what the step before it made and returns a new frozen value. A step that cannot know
 something says so and the request goes on without it: it is then placed by load. All of them up to the
@@ -21,20 +21,18 @@ streams, only `Account` remembers what it was about.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import orjson
 from msgspec import Struct
 from msgspec.structs import replace
 
 from connector.blocks import Adapter, Prefix, hash_prompt
 from connector.errors import Inexact
-from connector.handoff import engine_body, prefill_body, wants_usage
+from connector.handoff import wants_usage
 from connector.mooncake import KeyScheme, Residency
-from connector.splice import NotAnObject, members
 from gateway import forms
+from gateway.bodies import EXACT_BYTES, INLINE_BYTES, Call, read_object, to_answer, to_prefill
 from gateway.dialects import Dialect
 from gateway.encodings import decoded
 from gateway.endpoints import ENDPOINTS, STORED, Endpoint
@@ -54,52 +52,13 @@ from gateway.front import Handler
 from gateway.limits import Bytes, Limits
 from gateway.models import Model
 from gateway.relay import Leg, LegFailed, Relay, Reply, Result, Target
+from gateway.settle import Account, Settle
 from gateway.stored import Stored
 from gateway.tenants import Tenant, Tenants
 from gateway.trace import Telemetry, Trace
-from policies.interface import Candidate, Job, NoCapacity, Outcome, Placement, Policy, expected, uncached
+from policies.interface import Candidate, Job, NoCapacity, Placement, Policy, expected, uncached
 
 log = logging.getLogger("moongate")
-access = logging.getLogger("moongate.access")
-
-INLINE_BYTES = 16 * 1024
-"""Bodies above this many bytes are tokenised and hashed in a thread, so that others go on."""
-
-EXACT_BYTES = 8 * 1024 * 1024
-"""Bodies above this many bytes are placed by load: no context is so long, and tokens take a hundredfold of memory."""
-
-TOKEN_BYTES = 4
-"""Bytes of a body that count as a token, where nobody has counted."""
-SHALLOW = 250
-"""Brackets in a body up to which it cannot be nested too deeply."""
-COUNTED = 4096
-"""Bytes of a body up to which counting its brackets costs less than writing it once (10 us for 400 kB)."""
-
-_TOO_MUCH = "The body has more members or brackets than any request needs."
-
-GLANCED = frozenset(
-    {"model", "stream", "stream_options", "cache_salt", "kv_transfer_params", "ec_transfer_params", "vllm_xargs",
-     "previous_response_id", "request_id"}
-)  # fmt: skip
-"""What is read of a body above EXACT_BYTES: parsing all of it would hold everybody up."""
-
-
-class Call(Struct, frozen=True):
-    """A parsed request."""
-
-    tenant: Tenant
-    endpoint: Endpoint
-    target: str
-    """Path and query."""
-    model: Model
-    adapter: Adapter | None
-    salt: str | None
-    raw: bytes
-    body: Mapping[str, Any]
-    rename: str | None = None
-    """The engines' name of the model, where the client used an alias."""
-    content_type: bytes | None = None
-    """Of a body that is no JSON."""
 
 
 class Prompt(Struct, frozen=True):
@@ -127,21 +86,6 @@ class Plan(Struct, frozen=True):
     placement: Placement
 
 
-class Account(Struct, frozen=True):
-    """What is left of a plan when its answer begins: what was predicted, and for whom."""
-
-    tenant: Tenant
-    job: Job
-    candidates: Sequence[Candidate]
-    placement: Placement
-    predicted: bool
-    """Whether residency was known well enough to be held against what engines say."""
-    size: int
-    """Bytes of the request's body."""
-    prefilled: Result | None = None
-    """The prefill leg, where there was one."""
-
-
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """How long and how often: seconds, and engines tried."""
@@ -167,10 +111,10 @@ class Serve:
         policy: Policy,
         fallback: Policy,
         relay: Relay,
+        settle: Settle,
         telemetry: Telemetry,
         bounds: Bounds,
         expose_routing: bool = False,
-        access_log: bool = False,
     ) -> None:
         """`models` are by every name that clients may use; `fallback` places a request where `policy` fails to."""
         self._tenants = tenants
@@ -180,10 +124,10 @@ class Serve:
         self._policy = policy
         self._fallback = fallback
         self._relay = relay
+        self._settle = settle
         self._telemetry = telemetry
         self._bounds = bounds
         self._expose_routing = expose_routing
-        self._access_log = access_log
         self._held = Bytes(bounds.held_bytes)
         self._stored = Stored()
         self._sick_pools: set[str] = set()
@@ -226,7 +170,7 @@ class Serve:
             self._refuse(exchange, Broken(), endpoint.dialect if endpoint is not None else Dialect.CHAT)
         finally:
             exchange.release()
-            self._count(exchange, trace)
+            self._settle.close(exchange, trace)
 
     async def _answer(self, exchange: Exchange, trace: Trace, tenant: Tenant, endpoint: Endpoint) -> None:
         reply, account = await self._open(exchange, trace, tenant, endpoint)
@@ -238,10 +182,10 @@ class Serve:
             if exchange.undelivered:
                 await exchange.taken()
         except asyncio.CancelledError:
-            self._settle_left(account, reply.result())
+            self._settle.left(account, reply.result())
             raise
         trace.step("relay")
-        self._settle(trace, account, result)
+        self._settle.given(trace, account, result)
         if endpoint.makes:
             self._keep(account, result)
         trace.status = str(result.status) if result.error is None else result.error
@@ -274,7 +218,7 @@ class Serve:
                 return await self._relay.open(leg, self._targets(plan), deadline), self._account(plan)
             return await self._open_apart(trace, plan, headers, deadline)
         except GatewayError:
-            self._observe(placement, Outcome(ok=False, engine=placement.engine, ttft=None, cached_tokens=None))
+            self._settle.failed(placement)
             raise
 
     async def _parse(self, exchange: Exchange, tenant: Tenant, endpoint: Endpoint) -> Call:
@@ -290,7 +234,7 @@ class Serve:
         elif b"charset" in kind and b"utf-8" not in kind.lower():
             raise UnsupportedMedia("The body must be JSON in UTF-8.")
         else:
-            body = await _object(raw)
+            body = await read_object(raw)
         name = body.get("model")
         if not isinstance(name, str) or not name:
             raise BadRequest("model must be the name of a model; GET /v1/models lists them.", param="model")
@@ -443,8 +387,7 @@ class Serve:
     async def _prefill(self, plan: Plan, headers: Sequence[tuple[bytes, bytes]], deadline: float) -> Reply | None:
         """Run the prefill leg, on another engine where one fails. None: let the decode engine compute the prompt."""
         call, placement, candidates = plan.call, plan.placement, list(plan.candidates)
-        body = await _spliced(_prefill_body, call)
-        leg = Leg(call.target, body, plan.prompt.prefix, headers=headers)
+        leg = Leg(call.target, await to_prefill(call), plan.prompt.prefix, headers=headers)
         failed: GatewayError = EngineFailed("No prefill engine was tried; this is a defect of the gateway.")
         for number in range(self._bounds.attempts):
             chosen = next((c for c in candidates if c.id == placement.prefill), None)
@@ -479,13 +422,9 @@ class Serve:
     @staticmethod
     async def _answer_leg(plan: Plan, headers: Sequence[tuple[bytes, bytes]]) -> Leg:
         call, endpoint = plan.call, plan.call.endpoint
-        if len(call.raw) > INLINE_BYTES:
-            body = await _spliced(_engine_body, call)
-        else:
-            body = _engine_body(call)
         return Leg(
             call.target,
-            body,
+            await to_answer(call),
             plan.prompt.prefix,
             dialect=endpoint.dialect,
             content_type=call.content_type,
@@ -537,51 +476,10 @@ class Serve:
         result = await self._relay.give(exchange, reply)
         trace.status = str(result.status) if result.error is None else result.error
 
-    def _settle(self, trace: Trace, account: Account, result: Result) -> None:
-        """Compare predicted and actual cached tokens on the engine that prefilled, and settle the usage."""
-        telemetry, tenant, model = self._telemetry, account.tenant, account.job.model
-        prefilled = account.prefilled or result
-        if account.prefilled is not None and not result.ok:
-            telemetry.handoffs.inc(model, "decode_failed")
-        actual = prefilled.cached_tokens
-        if account.predicted and prefilled.status < 400 and actual is not None:
-            own, pool = expected(account.job, next(c for c in account.candidates if c.id == prefilled.engine))
-            telemetry.predicted.add(own, tenant.name, prefilled.engine, "own")
-            telemetry.predicted.add(pool, tenant.name, prefilled.engine, "pool")
-            telemetry.actual.add(actual, tenant.name, prefilled.engine)
-            telemetry.error.observe(abs(own + pool - actual), prefilled.engine)
-        telemetry.ttft.observe(result.ttft, model, result.engine)
-        usage = result.usage
-        prompt = usage.prompt if usage is not None and usage.prompt is not None else 0
-        completion = usage.completion if usage is not None and usage.completion is not None else 0
-        telemetry.prompt_tokens.add(prompt, tenant.name, model)
-        telemetry.completion_tokens.add(completion, tenant.name, model)
-        self._limits.settle(tenant, completion + (prompt if account.job.prompt_tokens is None else 0))
-        if trace.recorded:
-            trace.fact("moongate.answered_by", result.engine)
-            trace.fact("moongate.actual.cached_tokens", actual)
-            trace.fact("moongate.decode.cached_tokens", result.cached_tokens if account.prefilled else None)
-            trace.fact("moongate.completion_tokens", completion)
-            trace.fact("moongate.ttft_seconds", result.ttft)
-        self._observe(account.placement, Outcome(result.ok, result.engine, result.ttft, actual))
-
     def _keep(self, account: Account, result: Result) -> None:
         """Remember where a response was made."""
         if result.made is not None:
             self._stored.keep(account.tenant.name, result.made, account.job.model, result.engine)
-
-    def _settle_left(self, account: Account, result: Result) -> None:
-        """The client left an answer: what had gone by is charged, an event as a token.
-
-        A prompt that was not counted here is charged as the engine says, or else as so many bytes.
-        """
-        tenant, model, usage = account.tenant, account.job.model, result.usage
-        completion = max(result.events, usage.completion or 0 if usage is not None else 0)
-        self._telemetry.completion_tokens.add(completion, tenant.name, model)
-        prompt = usage.prompt if usage is not None else None
-        self._telemetry.prompt_tokens.add(prompt or account.job.prompt_tokens or 0, tenant.name, model)
-        owed = 0 if account.job.prompt_tokens is not None else prompt or account.size // TOKEN_BYTES
-        self._limits.settle(tenant, completion + owed)
 
     @staticmethod
     def _refuse(exchange: Exchange, error: GatewayError, dialect: Dialect) -> None:
@@ -590,94 +488,6 @@ class Serve:
         else:
             headers = [(b"content-type", b"application/json"), *error.headers]
             exchange.answer(error.status, headers, dialect.refusal(error))
-
-    def _count(self, exchange: Exchange, trace: Trace) -> None:
-        """The request is over: its metrics, its span, its line in the access log."""
-        seconds = time.perf_counter() - trace.started
-        self._telemetry.requests.inc(trace.tenant, trace.model, trace.status)
-        self._telemetry.seconds.observe(seconds, trace.model)
-        if self._access_log:
-            line = {"request": exchange.request_id.decode(), "tenant": trace.tenant, "model": trace.model,
-                    "path": exchange.path, "status": trace.status, "seconds": round(seconds, 4)}  # fmt: skip
-            access.info(orjson.dumps(line).decode())
-        if trace.recorded:
-            trace.fact("moongate.request_id", exchange.request_id.decode())
-            for name, value in (("tenant", trace.tenant), ("model", trace.model), ("status", trace.status)):
-                trace.fact(f"moongate.{name}", value)
-        self._telemetry.end(trace)
-
-    def _observe(self, placement: Placement, outcome: Outcome) -> None:
-        try:
-            self._policy.observe(placement, outcome)
-        except Exception:
-            log.exception("the policy failed to observe an outcome")
-            self._telemetry.policy_failures.inc()
-
-
-async def _object(raw: bytes) -> Mapping[str, Any]:
-    """The JSON object of a body; of a very large one only what the gateway needs itself."""
-    if len(raw) > EXACT_BYTES:
-        return await asyncio.to_thread(_glance, raw)
-    try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise BadRequest(f"The body is not JSON: line {error.lineno}, column {error.colno}.") from None
-    if not isinstance(body, dict):
-        raise BadRequest("The body must be a JSON object.")
-    if len(raw) > COUNTED or raw.count(b"[") + raw.count(b"{") >= SHALLOW:
-        _check_depth(body)
-    return body
-
-
-def _check_depth(body: Mapping[str, Any]) -> None:
-    """Refuse what is nested more deeply than engines read: orjson reads 1,024 levels and writes 254."""
-    try:
-        orjson.dumps(body)
-    except orjson.JSONEncodeError:
-        raise BadRequest(f"The body is nested too deeply; {SHALLOW} levels are certain to pass.") from None
-
-
-def _glance(raw: bytes) -> Mapping[str, Any]:
-    try:
-        return {m.name: orjson.loads(raw[m.value : m.end]) for m in members(raw) if m.name in GLANCED}
-    except (NotAnObject, orjson.JSONDecodeError):
-        raise BadRequest("The body must be a JSON object.") from None
-
-
-async def _spliced(splice: Callable[[Call], Sequence[bytes]], call: Call) -> Sequence[bytes]:
-    """A large body for an engine. Where members must be looked for, that takes long and happens in a thread."""
-    looks = (
-        splice is _prefill_body
-        or call.rename is not None
-        or not call.endpoint.owned.isdisjoint(call.body)
-        or "stream_options" in call.body
-        or "vllm_xargs" in call.body
-    )
-    return await asyncio.to_thread(splice, call) if looks else splice(call)
-
-
-def _engine_body(call: Call) -> Sequence[bytes]:
-    endpoint = call.endpoint
-    if endpoint.form:
-        return (call.raw,)
-    try:
-        return engine_body(
-            call.raw,
-            call.body,
-            salt=call.salt,
-            ask_usage=endpoint.asks_usage,
-            model=call.rename,
-            owned=endpoint.owned,
-        )
-    except NotAnObject:
-        raise BadRequest(_TOO_MUCH) from None
-
-
-def _prefill_body(call: Call) -> Sequence[bytes]:
-    try:
-        return prefill_body(call.raw, call.body, call.salt, call.rename)
-    except NotAnObject:
-        raise BadRequest(_TOO_MUCH) from None
 
 
 def _unknowable(call: Call) -> str | None:

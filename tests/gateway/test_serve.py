@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from gateway.serve import INLINE_BYTES
+from gateway.bodies import INLINE_BYTES
 from gateway.tenants import Tenant, Tenants
 from policies.interface import Candidate, Job, NoCapacity, Outcome, Placement
 from tests.double import (
@@ -474,7 +474,7 @@ async def test_a_defect_is_500_and_logged_without_the_body(
     def defect(*_: object) -> None:
         raise RuntimeError("defect")
 
-    monkeypatch.setattr("gateway.serve.engine_body", defect)
+    monkeypatch.setattr("gateway.bodies.engine_body", defect)
     answer = await house.chat("canary")
     assert answer.status_code == 500
     assert answer.json()["error"]["type"] == "server_error"

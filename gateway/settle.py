@@ -1,0 +1,113 @@
+"""The end of a request: predicted against actual, usage to the tenant's meter, the outcome to the policy, its span."""
+
+import logging
+import time
+from collections.abc import Sequence
+
+import orjson
+from msgspec import Struct
+
+from gateway.exchange import Exchange
+from gateway.limits import Limits
+from gateway.relay import Result
+from gateway.tenants import Tenant
+from gateway.trace import Telemetry, Trace
+from policies.interface import Candidate, Job, Outcome, Placement, Policy, expected
+
+log = logging.getLogger("moongate")
+access = logging.getLogger("moongate.access")
+
+TOKEN_BYTES = 4
+"""Bytes of a body that count as a token, where nobody has counted."""
+
+
+class Account(Struct, frozen=True):
+    """What is left of a plan when its answer begins: what was predicted, and for whom."""
+
+    tenant: Tenant
+    job: Job
+    candidates: Sequence[Candidate]
+    placement: Placement
+    predicted: bool
+    """Whether residency was known well enough to be held against what engines say."""
+    size: int
+    """Bytes of the request's body."""
+    prefilled: Result | None = None
+    """The prefill leg, where there was one."""
+
+
+class Settle:
+    """Closes the books of each request."""
+
+    def __init__(self, *, limits: Limits, policy: Policy, telemetry: Telemetry, access_log: bool) -> None:
+        self._limits = limits
+        self._policy = policy
+        self._telemetry = telemetry
+        self._access_log = access_log
+
+    def given(self, trace: Trace, account: Account, result: Result) -> None:
+        """The answer was given: compare predicted and actual cached tokens on the engine that prefilled."""
+        telemetry, tenant, model = self._telemetry, account.tenant, account.job.model
+        prefilled = account.prefilled or result
+        if account.prefilled is not None and not result.ok:
+            telemetry.handoffs.inc(model, "decode_failed")
+        actual = prefilled.cached_tokens
+        if account.predicted and prefilled.status < 400 and actual is not None:
+            own, pool = expected(account.job, next(c for c in account.candidates if c.id == prefilled.engine))
+            telemetry.predicted.add(own, tenant.name, prefilled.engine, "own")
+            telemetry.predicted.add(pool, tenant.name, prefilled.engine, "pool")
+            telemetry.actual.add(actual, tenant.name, prefilled.engine)
+            telemetry.error.observe(abs(own + pool - actual), prefilled.engine)
+        telemetry.ttft.observe(result.ttft, model, result.engine)
+        usage = result.usage
+        prompt = usage.prompt if usage is not None and usage.prompt is not None else 0
+        completion = usage.completion if usage is not None and usage.completion is not None else 0
+        telemetry.prompt_tokens.add(prompt, tenant.name, model)
+        telemetry.completion_tokens.add(completion, tenant.name, model)
+        self._limits.settle(tenant, completion + (prompt if account.job.prompt_tokens is None else 0))
+        if trace.recorded:
+            trace.fact("moongate.answered_by", result.engine)
+            trace.fact("moongate.actual.cached_tokens", actual)
+            trace.fact("moongate.decode.cached_tokens", result.cached_tokens if account.prefilled else None)
+            trace.fact("moongate.completion_tokens", completion)
+            trace.fact("moongate.ttft_seconds", result.ttft)
+        self._observe(account.placement, Outcome(result.ok, result.engine, result.ttft, actual))
+
+    def left(self, account: Account, result: Result) -> None:
+        """The client left an answer: what had gone by is charged, an event as a token.
+
+        A prompt that was not counted here is charged as the engine says, or else as so many bytes.
+        """
+        tenant, model, usage = account.tenant, account.job.model, result.usage
+        completion = max(result.events, usage.completion or 0 if usage is not None else 0)
+        self._telemetry.completion_tokens.add(completion, tenant.name, model)
+        prompt = usage.prompt if usage is not None else None
+        self._telemetry.prompt_tokens.add(prompt or account.job.prompt_tokens or 0, tenant.name, model)
+        owed = 0 if account.job.prompt_tokens is not None else prompt or account.size // TOKEN_BYTES
+        self._limits.settle(tenant, completion + owed)
+
+    def failed(self, placement: Placement) -> None:
+        """No engine answered."""
+        self._observe(placement, Outcome(ok=False, engine=placement.engine, ttft=None, cached_tokens=None))
+
+    def close(self, exchange: Exchange, trace: Trace) -> None:
+        """The request is over: its metrics, its span, its line in the access log."""
+        seconds = time.perf_counter() - trace.started
+        self._telemetry.requests.inc(trace.tenant, trace.model, trace.status)
+        self._telemetry.seconds.observe(seconds, trace.model)
+        if self._access_log:
+            line = {"request": exchange.request_id.decode(), "tenant": trace.tenant, "model": trace.model,
+                    "path": exchange.path, "status": trace.status, "seconds": round(seconds, 4)}  # fmt: skip
+            access.info(orjson.dumps(line).decode())
+        if trace.recorded:
+            trace.fact("moongate.request_id", exchange.request_id.decode())
+            for name, value in (("tenant", trace.tenant), ("model", trace.model), ("status", trace.status)):
+                trace.fact(f"moongate.{name}", value)
+        self._telemetry.end(trace)
+
+    def _observe(self, placement: Placement, outcome: Outcome) -> None:
+        try:
+            self._policy.observe(placement, outcome)
+        except Exception:
+            log.exception("the policy failed to observe an outcome")
+            self._telemetry.policy_failures.inc()
