@@ -14,9 +14,11 @@ from fastapi import FastAPI
 
 from connector.blocks import Algorithm
 from connector.mooncake import Master, Ranks
+from connector.prompts import Prompts
 from connector.tokens import Tokenizer
 from connector.wire import Timeouts
 from gateway import config
+from gateway.agreement import Agreement
 from gateway.api import Surface, surface
 from gateway.cors import Cors
 from gateway.fleet import EngineSpec, EventSource, Fleet
@@ -56,11 +58,13 @@ def build(settings: config.Config) -> House:
     models = {model.name: _model(model, pools) for model in settings.models}
     cors = Cors(settings.listen.cors.origins)
     limits = Limits(time.monotonic)
+    agreements = {name: Agreement(name, telemetry.checks, every=settings.self_check.audit_every) for name in models}
     policy = load_policy(settings.policy.use, settings.policy.settings)
     serve = Serve(
         tenants=tenants,
         limits=limits,
         models={name: models[model.name] for model in settings.models for name in (model.name, *model.aliases)},
+        agreements=agreements,
         fleet=fleet,
         policy=policy,
         fallback=LeastLoaded(),
@@ -71,7 +75,13 @@ def build(settings: config.Config) -> House:
             budget=settings.retries.budget,
             total=settings.timeouts.total,
         ),
-        settle=Settle(limits=limits, policy=policy, telemetry=telemetry, access_log=settings.telemetry.access_log),
+        settle=Settle(
+            limits=limits,
+            policy=policy,
+            agreements=agreements,
+            telemetry=telemetry,
+            access_log=settings.telemetry.access_log,
+        ),
         telemetry=telemetry,
         bounds=Bounds(
             body_bytes=settings.listen.max_body_bytes,
@@ -179,7 +189,7 @@ def _model(model: config.Model, pools: dict[str, Pool]) -> Model:
     keys = model.keys
     return Model(
         name=model.name,
-        tokenizer=Tokenizer(model.tokenizer) if model.tokenizer is not None else None,
+        prompts=Prompts(Tokenizer(model.tokenizer), max_bytes=0) if model.tokenizer is not None else None,
         pool=pools[model.pool] if model.pool is not None else None,
         algorithm=None if model.hash == "auto" else Algorithm(model.hash),
         block_size=None if model.block_size == "auto" else model.block_size,

@@ -228,6 +228,11 @@ class Retries(Section):
     """After failed prefill legs: true lets the decode engine compute the prompt, false is an error."""
 
 
+class SelfCheck(Section):
+    audit_every: int = Field(200, ge=0)
+    """One of so many requests is audited: the engine that answered is asked for the prompt's ids. 0: none."""
+
+
 class TenantKey(Section):
     sha256: Annotated[SecretStr, Field(min_length=64, max_length=64)]
     """SHA-256 of the key in hex: printf %s KEY | sha256sum."""
@@ -283,6 +288,7 @@ class Config(BaseSettings):
     policy: PolicyChoice = PolicyChoice()
     timeouts: Timeouts = Timeouts()
     retries: Retries = Retries()
+    self_check: SelfCheck = SelfCheck()
     tenants: list[Tenant] = []
     telemetry: Telemetry = Telemetry()
 

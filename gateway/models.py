@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from connector.blocks import Algorithm, HashScheme
 from connector.errors import Inexact
 from connector.mooncake import KeyScheme, Master, Ranks
-from connector.tokens import Tokenizer
+from connector.prompts import Prompts
 from connector.vllm import CacheFacts
 
 
@@ -23,7 +23,7 @@ class Model:
     """One model as configured; what is `None` here is asked of the engines."""
 
     name: str
-    tokenizer: Tokenizer | None = None
+    prompts: Prompts | None = None
     pool: Pool | None = None
     algorithm: Algorithm | None = None
     block_size: int | None = None

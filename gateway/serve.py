@@ -27,12 +27,14 @@ from dataclasses import dataclass
 from msgspec import Struct
 from msgspec.structs import replace
 
-from connector.blocks import Adapter, Prefix, hash_prompt
+from connector.blocks import Adapter, HashScheme, Prefix
 from connector.errors import Inexact
 from connector.handoff import wants_usage
 from connector.mooncake import KeyScheme, Residency
+from connector.prompts import Known
 from gateway import forms
-from gateway.bodies import EXACT_BYTES, INLINE_BYTES, Call, read_object, to_answer, to_prefill
+from gateway.agreement import Agreement, Counted, shape_of
+from gateway.bodies import EXACT_BYTES, Call, read_object, to_answer, to_prefill
 from gateway.dialects import Dialect
 from gateway.encodings import decoded
 from gateway.endpoints import ENDPOINTS, STORED, Endpoint
@@ -64,11 +66,13 @@ log = logging.getLogger("moongate")
 class Prompt(Struct, frozen=True):
     """What is known of a call's prompt."""
 
-    tokens: int | None
-    prefix: Prefix | None
-    keys: KeyScheme | None
+    tokens: int | None = None
+    prefix: Prefix | None = None
+    keys: KeyScheme | None = None
     inexact: str | None = None
     """Why there is no prefix."""
+    counted: Counted | None = None
+    known: Known | None = None
 
     @property
     def reusable_tokens(self) -> int:
@@ -107,6 +111,7 @@ class Serve:
         tenants: Tenants,
         limits: Limits,
         models: Mapping[str, Model],
+        agreements: Mapping[str, Agreement],
         fleet: Fleet,
         policy: Policy,
         fallback: Policy,
@@ -120,6 +125,7 @@ class Serve:
         self._tenants = tenants
         self._limits = limits
         self._models = models
+        self._agreements = agreements
         self._fleet = fleet
         self._policy = policy
         self._fallback = fallback
@@ -267,33 +273,38 @@ class Serve:
 
     async def _know(self, call: Call) -> Prompt:
         """Render, tokenize and hash the prompt, as the engine will."""
-        reason = _unknowable(call)
-        if reason is not None:
-            prompt = Prompt(None, None, None, reason)
-        else:
-            try:
-                if len(call.raw) > INLINE_BYTES:
-                    prompt = await asyncio.to_thread(self._hash, call)
-                else:
-                    prompt = self._hash(call)
-            except Inexact as error:
-                prompt = Prompt(None, None, None, error.reason)
+        try:
+            prompt = await self._prompt(call)
+        except Inexact as error:
+            prompt = Prompt(inexact=error.reason)
         if prompt.inexact is not None:
             self._telemetry.inexact.inc(call.model.name, prompt.inexact)
         return prompt
 
-    def _hash(self, call: Call) -> Prompt:
-        tokenizer = call.model.tokenizer
-        assert tokenizer is not None
-        ids = tokenizer.chat(call.body) if call.endpoint.prompt == "chat" else tokenizer.completion(call.body)
+    async def _prompt(self, call: Call) -> Prompt:
+        kind, model, prompts = call.endpoint.prompt, call.model, call.model.prompts
+        if kind is None:
+            raise Inexact("endpoint")
+        if prompts is None:
+            raise Inexact("no_tokenizer")
+        if len(call.raw) > EXACT_BYTES:
+            raise Inexact("too_long")
+        shape = shape_of(kind, call.body)
+        reason = self._agreements[model.name].off(shape)
+        off = reason is not None
+        scheme: HashScheme | None = None
         if _scores_its_prompt(call):
-            return Prompt(len(ids), None, None, "prompt_logprobs")
-        try:
-            scheme = call.model.scheme(self._fleet.facts(call.model.name))
-        except Inexact as error:
-            return Prompt(len(ids), None, None, error.reason)
-        prefix = hash_prompt(ids, scheme, salt=call.salt, adapter=call.adapter)
-        return Prompt(len(ids), prefix, call.model.keys(self._fleet.root))
+            reason = "prompt_logprobs"
+        elif not off:
+            try:
+                scheme = model.scheme(self._fleet.facts(model.name))
+            except Inexact as error:
+                reason = error.reason
+        known = await prompts.know(
+            kind, call.raw, call.body, domain=call.salt, scheme=scheme, salt=call.salt, adapter=call.adapter
+        )
+        keys = model.keys(self._fleet.root) if scheme is not None else None
+        return Prompt(None if off else known.tokens, known.prefix, keys, reason, Counted(shape, known.tokens), known)
 
     def _charge(self, call: Call, prompt: Prompt) -> None:
         """Take the prompt from the tenant's budget; one that was not counted is charged when it is settled."""
@@ -436,7 +447,14 @@ class Serve:
     def _account(plan: Plan, prefilled: Result | None = None) -> Account:
         known = plan.prompt.prefix is not None and (plan.call.model.pool is None or plan.job.pool_tokens is not None)
         return Account(
-            plan.call.tenant, plan.job, plan.candidates, plan.placement, known, len(plan.call.raw), prefilled
+            plan.call.tenant,
+            plan.job,
+            plan.candidates,
+            plan.placement,
+            known,
+            len(plan.call.raw),
+            prefilled,
+            plan.prompt.counted,
         )
 
     def _targets(self, plan: Plan, prefill: str | None = None) -> list[Target]:
@@ -488,15 +506,6 @@ class Serve:
         else:
             headers = [(b"content-type", b"application/json"), *error.headers]
             exchange.answer(error.status, headers, dialect.refusal(error))
-
-
-def _unknowable(call: Call) -> str | None:
-    """Why the prompt's tokens cannot be known here, where that is plain before looking at it."""
-    if call.endpoint.prompt is None:
-        return "endpoint"
-    if call.model.tokenizer is None:
-        return "no_tokenizer"
-    return "too_long" if len(call.raw) > EXACT_BYTES else None
 
 
 def _note(trace: Trace, call: Call, prompt: Prompt, residency: Residency | None, placement: Placement) -> None:

@@ -2,11 +2,12 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import orjson
 from msgspec import Struct
 
+from gateway.agreement import Agreement, Counted
 from gateway.exchange import Exchange
 from gateway.limits import Limits
 from gateway.relay import Result
@@ -34,13 +35,25 @@ class Account(Struct, frozen=True):
     """Bytes of the request's body."""
     prefilled: Result | None = None
     """The prefill leg, where there was one."""
+    counted: Counted | None = None
+    """Our own count of the prompt, where the engine's is worth comparing with it."""
 
 
 class Settle:
     """Closes the books of each request."""
 
-    def __init__(self, *, limits: Limits, policy: Policy, telemetry: Telemetry, access_log: bool) -> None:
+    def __init__(
+        self,
+        *,
+        limits: Limits,
+        policy: Policy,
+        agreements: Mapping[str, Agreement],
+        telemetry: Telemetry,
+        access_log: bool,
+    ) -> None:
+        """`agreements` are by the model's name."""
         self._limits = limits
+        self._agreements = agreements
         self._policy = policy
         self._telemetry = telemetry
         self._access_log = access_log
@@ -60,6 +73,8 @@ class Settle:
             telemetry.error.observe(abs(own + pool - actual), prefilled.engine)
         telemetry.ttft.observe(result.ttft, model, result.engine)
         usage = result.usage
+        if account.counted is not None and result.ok and usage is not None and usage.prompt is not None:
+            self._agreements[model].counted(account.counted, usage.prompt)
         prompt = usage.prompt if usage is not None and usage.prompt is not None else 0
         completion = usage.completion if usage is not None and usage.completion is not None else 0
         telemetry.prompt_tokens.add(prompt, tenant.name, model)

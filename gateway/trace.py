@@ -188,6 +188,13 @@ class Telemetry:
             "prediction_error_tokens", "Predicted against actual cached tokens, per request.", _TOKENS, "engine"
         )
         self.inexact = self._counter("inexact", "Requests placed without a prefix, by reason.", "model", "reason")
+        self.checks = self._counter(
+            "agreement_checks",
+            "Comparisons with engines: of a prompt's count, ids or keys; agrees, differs, or what is likely wrong.",
+            "model",
+            "check",
+            "result",
+        )
         self.lookups = self._counter(
             "lookups",
             "Pool look-ups by result: known, timeout, error (no connection), answer (unreadable).",

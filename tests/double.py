@@ -190,11 +190,11 @@ def delta(text: str, finish: str | None = None) -> bytes:
     )
 
 
-def usage(prompt: int = 29, completion: int = 6, cached: int | None = 0) -> dict[str, Any]:
+def usage(prompt: int | None = 29, completion: int = 6, cached: int | None = 0) -> dict[str, Any]:
     details = {"cached_tokens": cached} if cached is not None else None
     return {
         "prompt_tokens": prompt,
-        "total_tokens": prompt + completion,
+        "total_tokens": (prompt or 0) + completion,
         "completion_tokens": completion,
         "prompt_tokens_details": details,
     }

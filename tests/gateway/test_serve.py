@@ -251,6 +251,8 @@ async def test_engines_that_disagree_leave_the_prefix_unknown(street: Street, to
 async def test_a_conversation_stays_where_it_is_held(street: Street, tokenizer_folder: Path) -> None:
     engines = await street.engines(3)
     model = {"name": "tiny", "tokenizer": str(tokenizer_folder)}
+    for engine in engines:
+        engine.always(*whole(200, completed(prompt=None)))
     house = await street.house(*engines, models=[model], policy={"use": "cache_aware"})
     for _ in range(5):
         assert (await house.chat(LONG)).status_code == 200
@@ -274,7 +276,7 @@ async def test_only_what_was_computed_counts_as_held(
 
 async def test_predicted_and_actual_are_told(street: Street, tokenizer_folder: Path) -> None:
     engine, master = await street.engine(), await street.master()
-    engine.script = lambda _: whole(200, completed(cached=96))
+    engine.script = lambda _: whole(200, completed(cached=96, prompt=None))
     house = await street.house(engine, **pooled(master, tokenizer_folder))
     await house.chat(LONG)
     (keys,) = master.keys
@@ -700,6 +702,8 @@ async def test_a_spare_decodes(street: Street, tokenizer_folder: Path) -> None:
 
 async def test_idle_decodes_take_turns(street: Street, tokenizer_folder: Path) -> None:
     p = await pair(street, tokenizer_folder, decodes=2)
+    for decode in p.decodes:
+        decode.always(*whole(200, completed(prompt=None)))
     for number in range(4):
         p.master.everything = False
         assert (await p.house.chat(f"{number} {LONG}")).status_code == 200
