@@ -1,78 +1,45 @@
-"""Block hashes to object keys to how many leading blocks the pool holds.
+"""What the pool holds: of a prompt's blocks, how many leading ones; of a block, under which names.
 
 The Mooncake master is asked over its HTTP port (`GET /batch_query_keys`): that takes no lease and
 touches no LRU order, the answer comes within a deadline or not at all, and the process loads no
 native client. Keys are asked for in prefix order, a chunk at a time, and no further than the first
 gap, since vLLM loads nothing behind one.
 
-A key is `[cache_prefix@]MODEL@tp_rank:T@pcpP@dcpD@pp_rank:R@group:0@HASH`, MODEL being the last
-component of the engine's --model. A block can be loaded only if the object of every rank is there.
-Source: PoolKey and _init_lookup_key_prefixes in vLLM 0.32.0,
-vllm/distributed/kv_transfer/kv_connector/v1/mooncake/store/{data,worker}.py.
-
 A name with a comma cannot be asked for: the master splits its keys after decoding them. Its answer
 then lacks the key, and what an answer lacks is unknown.
+
+How engines name a block is learned from one that must be there, where it is not as expected. Only
+`/get_all_keys` tells it, a line for each key of the whole pool (100 bytes each, and as many more in the
+master while it answers), so it is read once and not to its end; what it says is asked for again.
 
 Why unknown is not zero: a master that does not answer says nothing about the pool. A placement made
 in ignorance must not look like one made because the pool was empty.
 """
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
 import orjson
 
 from connector.blocks import Prefix
-from connector.errors import TimedOut, WireError
-from connector.wire import Timeouts, Wire
+from connector.errors import BadAnswer, TimedOut, WireError
+from connector.keys import KeyScheme
+from connector.wire import Answer, Timeouts, Wire
 
 CHUNK_KEYS = 128
 """Keys asked for at a time: 0.3 ms for the master, so that it serves its engines in between."""
 MAX_ANSWER = 4 * 1024 * 1024
+MAX_LISTING = 32 * 1024 * 1024
+"""Bytes of a list of all keys that are read."""
+MAX_KEY = 64 * 1024
+LEARN_SECONDS = 10.0
+"""For a look at all keys: 200,000 take a fifth of a second."""
 
+T = TypeVar("T")
 Trouble = Literal["timeout", "error", "answer"]
-
-
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """The parallel layout of the engines that write the pool: one object a block and rank."""
-
-    tp: int = 1
-    pp: int = 1
-    pcp: int = 1
-    dcp: int = 1
-    kv_heads: int | None = None
-    """KV heads of the model; fewer than `tp` are replicated and stored once each. None: enough."""
-
-    def suffixes(self) -> tuple[str, ...]:
-        """The part of the key between the model's name and the hash, for every rank."""
-        replicas = 1 if self.kv_heads is None or self.dcp > 1 else max(1, self.tp // self.kv_heads)
-        return tuple(
-            f"@tp_rank:{tp}@pcp{pcp}@dcp{tp % self.dcp}@pp_rank:{pp}@group:0@"
-            for pcp in range(self.pcp)
-            for tp in range(self.tp // replicas)
-            for pp in range(self.pp)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class KeyScheme:
-    """How one cache domain names its objects."""
-
-    prefixes: tuple[str, ...]
-
-    @classmethod
-    def of(cls, name: str, ranks: Ranks | None = None) -> "KeyScheme":
-        """`name` is the model folder's name, behind `cache_prefix@` where the engines set one."""
-        return cls(tuple(name + suffix for suffix in (ranks or Ranks()).suffixes()))
-
-    def keys(self, block_hash: bytes) -> tuple[str, ...]:
-        """Every object that must exist for this block to be usable."""
-        digest = block_hash.hex()
-        return tuple(prefix + digest for prefix in self.prefixes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +59,8 @@ class Master:
 
     def __init__(self, urls: Sequence[str], deadline: float) -> None:
         """`urls` are the masters' HTTP (metrics) ports; `deadline` in seconds covers a whole look-up."""
-        timeouts = Timeouts(connect=max(deadline, 1.0), head=max(deadline, 1.0), idle=max(deadline, 1.0))
+        longest = max(deadline, LEARN_SECONDS)
+        timeouts = Timeouts(connect=max(deadline, 1.0), head=longest, idle=longest)
         self._wires = [Wire(url, timeouts) for url in urls]
         self._deadline = deadline
 
@@ -140,6 +108,53 @@ class Master:
         except TimeoutError:
             return False
 
+    async def learn(self, hashes: Collection[bytes], expected: KeyScheme) -> KeyScheme:
+        """How the engines name the blocks `hashes`, which must be there: as `expected`, or as they are found.
+
+        The blocks are best those of a prompt with a salt of its own, so that no other engines wrote them.
+        Raises a `WireError` where the pool does not tell, and `Inexact` where that makes no scheme.
+        """
+        wanted = [key for block in hashes for key in expected.keys(block)]
+        if (await self._told(lambda wire: self._all_resident(wire, wanted))).issuperset(wanted):
+            return expected
+        return KeyScheme.from_found(await self.find(hashes))
+
+    async def find(self, hashes: Collection[bytes]) -> frozenset[str]:
+        """The prefixes of keys under which the pool holds every one of the blocks `hashes`.
+
+        A prefix is all of a key but the hash, as in `KeyScheme.prefixes`. Raises a `WireError`. Of a pool with
+        more keys than `MAX_LISTING` bytes tell, a prefix may be missed.
+        """
+        return await self._told(lambda wire: self._found(wire, hashes))
+
+    async def _found(self, wire: Wire, hashes: Collection[bytes]) -> frozenset[str]:
+        listing = await wire.send("GET", "/get_all_keys")
+        try:
+            if listing.status != 200:
+                raise ValueError(f"the master answered {listing.status}")
+            seen = await _prefixes(listing, frozenset(block.hex().encode() for block in hashes))
+        finally:
+            listing.close()
+        keys = {prefix: {prefix + block.hex() for block in hashes} for prefix in seen}
+        there = await self._all_resident(wire, sorted(set().union(*keys.values())))
+        return frozenset(prefix for prefix, wanted in keys.items() if wanted <= there)
+
+    async def _told(self, ask: Callable[[Wire], Awaitable[T]]) -> T:
+        """What a master says within `LEARN_SECONDS`; whatever goes wrong is a `WireError`."""
+        wire = self._wires[0]
+        try:
+            async with asyncio.timeout(LEARN_SECONDS):
+                return await ask(wire)
+        except TimeoutError:
+            self._give_up(wire)
+            raise TimedOut(wire.origin, "total", LEARN_SECONDS) from None
+        except WireError:
+            self._give_up(wire)
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            self._give_up(wire)
+            raise BadAnswer(wire.origin, "not what a Mooncake master answers") from error
+
     def close(self) -> None:
         for wire in self._wires:
             wire.close()
@@ -149,6 +164,13 @@ class Master:
         step = max(1, CHUNK_KEYS // len(scheme.prefixes))
         for start in range(0, len(hashes), step):
             yield [scheme.keys(block) for block in hashes[start : start + step]]
+
+    async def _all_resident(self, wire: Wire, keys: Sequence[str]) -> set[str]:
+        """`_resident` for any number of keys."""
+        there: set[str] = set()
+        for start in range(0, len(keys), CHUNK_KEYS):
+            there |= await self._resident(wire, keys[start : start + CHUNK_KEYS])
+        return there
 
     @staticmethod
     async def _resident(wire: Wire, keys: Sequence[str]) -> set[str]:
@@ -174,3 +196,25 @@ class Master:
 def _stored(entry: Mapping[str, Any]) -> bool:
     places = (entry["values"], entry["disk_values"], entry["local_disk_values"], entry["nof_values"])
     return entry["ok"] is True and any(places)
+
+
+async def _prefixes(listing: Answer, digests: frozenset[bytes]) -> set[str]:
+    """The prefixes of those keys that end in one of `digests`, out of a list with a key a line."""
+    found: set[bytes] = set()
+    size, rest = 0, b""
+    while size < MAX_LISTING and (piece := await listing.read()):
+        size += len(piece)
+        *keys, rest = (rest + piece).split(b"\n")
+        found.update(_prefixes_of(keys, digests))
+        if len(rest) > MAX_KEY:
+            raise ValueError("no list of keys")
+        await asyncio.sleep(0)
+    found.update(_prefixes_of([rest], digests))
+    return {prefix.decode() for prefix in found}
+
+
+def _prefixes_of(keys: Sequence[bytes], digests: frozenset[bytes]) -> Iterator[bytes]:
+    for key in keys:
+        prefix, mark, digest = key.strip().rpartition(b"@")
+        if digest in digests:
+            yield prefix + mark

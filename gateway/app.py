@@ -13,7 +13,8 @@ from typing import cast
 from fastapi import FastAPI
 
 from connector.blocks import Algorithm
-from connector.mooncake import Master, Ranks
+from connector.keys import Ranks
+from connector.mooncake import Master
 from connector.prompts import Prompts
 from connector.tokens import Tokenizer
 from connector.wire import Timeouts

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 from connector.blocks import Algorithm, HashScheme
 from connector.errors import Inexact
-from connector.mooncake import KeyScheme, Master, Ranks
+from connector.keys import KeyScheme, Ranks
+from connector.mooncake import Master
 from connector.prompts import Prompts
 from connector.vllm import CacheFacts
 

@@ -30,7 +30,8 @@ from msgspec.structs import replace
 from connector.blocks import Adapter, HashScheme, Prefix
 from connector.errors import Inexact
 from connector.handoff import wants_usage
-from connector.mooncake import KeyScheme, Residency
+from connector.keys import KeyScheme
+from connector.mooncake import Residency
 from connector.prompts import Known
 from gateway import forms
 from gateway.agreement import Agreement, Counted, shape_of

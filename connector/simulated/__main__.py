@@ -17,7 +17,7 @@ import uvicorn
 
 from connector.blocks import Adapter, Algorithm, HashScheme
 from connector.errors import ConnectorError
-from connector.mooncake import KeyScheme
+from connector.keys import KeyScheme
 from connector.simulated.app import Api
 from connector.simulated.engine import Engine, Role, Settings
 from connector.simulated.events import Numbers

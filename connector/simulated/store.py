@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self, TypeVar
 
 from connector.errors import ConnectorError
-from connector.mooncake import KeyScheme
+from connector.keys import KeyScheme
 
 SEGMENT = 64 * 1024 * 1024
 BUFFER = 16 * 1024 * 1024

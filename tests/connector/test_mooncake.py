@@ -9,11 +9,11 @@ from urllib.parse import parse_qs, urlsplit
 
 import orjson
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from connector.blocks import Prefix
-from connector.mooncake import CHUNK_KEYS, KeyScheme, Master, Ranks, Residency
+from connector.errors import BadAnswer, Disconnected, Inexact, TimedOut, Unreachable, WireError
+from connector.keys import KeyScheme, Ranks
+from connector.mooncake import CHUNK_KEYS, Master, Residency
 from tests.connector.peer import Line, Peer, Script, answers, free_port, hold, listen, ok, once, until
 
 ONE_RANK = KeyScheme.of("Qwen3-8B")
@@ -146,58 +146,7 @@ async def test_an_object_without_a_replica_does_not(entry: dict[str, Any]) -> No
         assert await master.look_up(prefix(1), ONE_RANK) == Residency(run=0, asked=1)
 
 
-# names of keys
-
-
-def test_a_key_is_spelled_as_vllm_spells_it() -> None:
-    assert KeyScheme.of("space@Qwen3-8B").keys(bytes.fromhex("00ff")) == (
-        "space@Qwen3-8B@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@00ff",
-    )
-
-
-def vllm_suffixes(ranks: Ranks) -> list[tuple[int, int, int, int]]:
-    """_init_lookup_key_prefixes and _spec_tp_replication_factor of vLLM 0.32.0: (tp, pcp, dcp, pp)."""
-    if ranks.dcp > 1:
-        return [
-            (tp, pcp, tp % ranks.dcp, pp)
-            for pcp in range(ranks.pcp)
-            for tp in range(ranks.tp)
-            for pp in range(ranks.pp)
-        ]
-    factor = 1 if ranks.kv_heads is None else max(1, ranks.tp // ranks.kv_heads)
-    return [(tp, pcp, 0, pp) for pcp in range(ranks.pcp) for tp in range(ranks.tp // factor) for pp in range(ranks.pp)]
-
-
-@given(
-    st.builds(
-        Ranks,
-        tp=st.integers(1, 16),
-        pp=st.integers(1, 4),
-        pcp=st.integers(1, 3),
-        dcp=st.integers(1, 4),
-        kv_heads=st.none() | st.integers(1, 32),
-    )
-)
-def test_ranks_are_those_that_vllm_looks_up(ranks: Ranks) -> None:
-    expected = [f"@tp_rank:{tp}@pcp{pcp}@dcp{dcp}@pp_rank:{pp}@group:0@" for tp, pcp, dcp, pp in vllm_suffixes(ranks)]
-
-    assert list(ranks.suffixes()) == expected
-    assert len(set(expected)) == len(expected)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "tp_ranks"),
-    [
-        (Ranks(), [0]),
-        (Ranks(tp=4), [0, 1, 2, 3]),
-        (Ranks(tp=4, kv_heads=8), [0, 1, 2, 3]),
-        (Ranks(tp=8, kv_heads=2), [0, 1]),
-        (Ranks(tp=8, kv_heads=1), [0]),
-        (Ranks(tp=4, dcp=2, kv_heads=1), [0, 1, 2, 3]),
-    ],
-)
-def test_replicated_kv_heads_are_stored_once(ranks: Ranks, tp_ranks: list[int]) -> None:
-    assert [int(suffix.split("@")[1].removeprefix("tp_rank:")) for suffix in ranks.suffixes()] == tp_ranks
+# odd names
 
 
 @pytest.mark.parametrize(
@@ -414,4 +363,128 @@ async def test_another_master_may_know_of_the_block() -> None:
     async with listen(holding([FIRST])) as peer:
         master = Master([f"http://127.0.0.1:{free_port()}", peer.url], PLENTY)
         assert await master.wait_for(bytes(32), ONE_RANK, PLENTY) is True
+        master.close()
+
+
+# names that are learned
+
+
+STRANGE = "space@Qwen3-8B@cfg:0123456789ab@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@"
+
+
+def telling(listing: bytes, held: Iterable[str]) -> Script:
+    """A master that lists all its keys, and holds some."""
+    stored = frozenset(held)
+
+    async def script(line: Line) -> None:
+        while True:
+            target = (await line.request()).target
+            if target == "/get_all_keys":
+                await line.send(ok(listing))
+            else:
+                await line.send(whole({key: IN_MEMORY if key in stored else EMPTY for key in asked(target)}))
+
+    return script
+
+
+def listed(keys: Iterable[str]) -> bytes:
+    return "".join(f"{key}\n" for key in keys).encode()
+
+
+def hashes(*numbers: int) -> list[bytes]:
+    return [number.to_bytes(32) for number in numbers]
+
+
+async def test_what_is_as_expected_is_not_looked_for() -> None:
+    async with mastered(holding(keys_of(ONE_RANK, range(3)))) as (master, peer):
+        assert await master.learn(hashes(0, 2), ONE_RANK) == ONE_RANK
+        assert [urlsplit(request.target).path for request in peer.requests] == ["/batch_query_keys"]
+
+
+@pytest.mark.parametrize("ranks", [Ranks(), Ranks(tp=2), Ranks(tp=4, pp=2, dcp=2), Ranks(groups=(0, 1))])
+async def test_engines_name_their_blocks_otherwise_and_are_understood(ranks: Ranks) -> None:
+    scheme = KeyScheme.of("space@Qwen3-8B@cfg:0123456789ab", ranks)
+    stored = keys_of(scheme, range(8))
+    others = {f"other-{number}" for number in range(1000)} | keys_of(ONE_RANK, range(100, 200))
+    async with mastered(telling(listed(stored | others), stored | others)) as (master, _):
+        learnt = await master.learn(hashes(3, 4), ONE_RANK)
+        assert set(learnt.prefixes) == set(scheme.prefixes)
+        assert (await master.look_up(prefix(8), learnt)).run == 8
+
+
+async def test_a_prefix_is_one_that_every_block_is_under() -> None:
+    """A sliding window's group, say, keeps the last blocks only."""
+    window = STRANGE.replace("group:0", "group:1")
+    stored = [STRANGE + block.hex() for block in hashes(0, 1)] + [window + hashes(1)[0].hex()]
+    async with mastered(telling(listed(stored), stored)) as (master, _):
+        assert await master.find(hashes(0, 1)) == {STRANGE}
+        assert await master.find(hashes(1)) == {STRANGE, window}
+        assert await master.find(hashes(0, 2)) == frozenset()
+
+
+async def test_a_key_whose_object_is_gone_is_not_found() -> None:
+    async with mastered(telling(listed([STRANGE + hashes(0)[0].hex()]), ())) as (master, _):
+        assert await master.find(hashes(0)) == frozenset()
+        with pytest.raises(Inexact, match="keys_not_found"):
+            await master.learn(hashes(0), ONE_RANK)
+
+
+@pytest.mark.parametrize("listing", [b"", b"\n\n", b"@", b"no hash\n@@\n", b"\xff@\n", bytes(32).hex().encode()])
+async def test_a_list_without_a_name_for_the_block_finds_none(listing: bytes) -> None:
+    async with mastered(telling(listing, ())) as (master, _):
+        assert await master.find(hashes(0)) == frozenset()
+
+
+async def test_the_last_line_needs_no_end() -> None:
+    stored = [STRANGE + hashes(0)[0].hex()]
+    async with mastered(telling(listed(stored).strip(), stored)) as (master, _):
+        assert await master.find(hashes(0)) == {STRANGE}
+
+
+async def test_an_endless_list_is_read_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("connector.mooncake.MAX_LISTING", 256 * 1024)
+    stored = [STRANGE + hashes(0)[0].hex()]
+
+    async def endless(line: Line) -> None:
+        await line.request()
+        await line.send(b"HTTP/1.1 200 OK\r\n\r\n" + listed(stored))
+        while True:
+            await line.send(listed(f"key-{number}" for number in range(5000)))
+
+    async with mastered(endless, holding(stored)) as (master, _):
+        assert await master.find(hashes(0)) == {STRANGE}
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        (answers(ok(b"", status=b"404 Not Found")), BadAnswer),
+        (answers(ok(b"x" * 200_000)), BadAnswer),
+        (telling(b"\xff@" + bytes(32).hex().encode(), ()), BadAnswer),
+        (telling(b"a,b@" + bytes(32).hex().encode(), ()), BadAnswer),
+        (once(b"SSH-2.0\r\n"), BadAnswer),
+        (once(), Disconnected),
+    ],
+)
+async def test_a_master_that_does_not_tell_is_an_error(script: Script, error: type[WireError]) -> None:
+    async with mastered(script) as (master, _):
+        with pytest.raises(error):
+            await master.find(hashes(0))
+
+
+@pytest.mark.parametrize("script", [hold, drips])
+async def test_a_master_that_takes_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
+    monkeypatch.setattr("connector.mooncake.LEARN_SECONDS", 0.02)
+    async with mastered(script) as (master, _):
+        with pytest.raises(TimedOut):
+            await master.learn(hashes(0), ONE_RANK)
+
+
+async def test_the_next_master_is_asked_for_names_too() -> None:
+    stored = [STRANGE + hashes(0)[0].hex()]
+    async with listen(telling(listed(stored), stored)) as peer:
+        master = Master([f"http://127.0.0.1:{free_port()}", peer.url], PLENTY)
+        with pytest.raises(Unreachable):
+            await master.find(hashes(0))
+        assert await master.find(hashes(0)) == {STRANGE}
         master.close()

@@ -2,7 +2,7 @@ import pytest
 
 from connector.blocks import Algorithm
 from connector.errors import Inexact
-from connector.mooncake import Ranks
+from connector.keys import Ranks
 from connector.vllm import CacheFacts
 from gateway.models import Model
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from connector.blocks import Algorithm, HashScheme, hash_prompt
-from connector.mooncake import KeyScheme
+from connector.keys import KeyScheme
 from connector.tokens import Tokenizer
 from gateway.tenants import Tenant, Tenants
 

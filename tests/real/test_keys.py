@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from connector.blocks import Algorithm, HashScheme, Prefix, hash_prompt
-from connector.mooncake import KeyScheme
+from connector.keys import KeyScheme
 from connector.tokens import Tokenizer
 from gateway.tenants import Tenant, Tenants
 

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from connector.blocks import Algorithm, HashScheme, hash_prompt
-from connector.mooncake import KeyScheme
+from connector.keys import KeyScheme
 from connector.simulated.model import NAME
 from gateway.processes import Child
 from tests.real.ask import COMPLETIONS, completion, eventually, post
