@@ -12,6 +12,7 @@ import ssl
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 from statistics import fmean
 from typing import Any
 
@@ -43,12 +44,15 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class CacheFacts:
-    """vllm:cache_config_info. None where the engine does not say."""
+    """vllm:cache_config_info, and the engine's version. None where the engine does not say."""
 
     block_size: int | None
+    """Tokens in a block that is hashed; of a hybrid model None, too, where that does not follow from what it says."""
     algorithm: str | None
     blocks: int | None
     """KV blocks of the engine's own cache."""
+    version: str | None = None
+    """vLLM's version, from /version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,15 @@ class EngineControl:
             return tuple(_card(entry) for entry in orjson.loads(answer.content)["data"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadAnswer(self._origin, f"its /v1/models ({answer.status_code}) is no list of models") from error
+
+    async def version(self) -> str | None:
+        """The version of vLLM, such as `0.32.0`; None from an engine that does not tell."""
+        answer = await self._get("/version")
+        try:
+            version = orjson.loads(answer.content)["version"]
+        except (ValueError, KeyError, TypeError):
+            return None
+        return version if isinstance(version, str) else None
 
     async def metrics(self) -> tuple[CacheFacts, Load | None]:
         """What /metrics says of the cache and the load. The load is None where a gauge is missing.
@@ -134,15 +147,40 @@ def _card(entry: Mapping[str, Any]) -> Card:
 
 
 def _cache_facts(labels: Mapping[str, str]) -> CacheFacts:
-    def number(name: str) -> int | None:
-        text = labels.get(name, "")
-        return int(text) if text.isdecimal() and int(text) > 0 else None
-
     return CacheFacts(
-        block_size=number("block_size"),
+        block_size=_hashed_block(labels),
         algorithm=labels.get("prefix_caching_hash_algo"),
-        blocks=number("num_gpu_blocks"),
+        blocks=_number(labels, "num_gpu_blocks"),
     )
+
+
+def _hashed_block(labels: Mapping[str, str]) -> int | None:
+    """Tokens in a hashed block: `resolve_kv_cache_block_sizes` in vllm/v1/core/kv_cache_utils.py (0.30 to 0.33).
+
+    Of one kind of layers it is their block, over all ranks of a decode context parallel group. Of several
+    kinds it is the greatest common divisor of theirs, or `--prefix-match-unit`. Told are `block_size`, the
+    least on one rank; `effective_attention_block_size` (from 0.31 on), full attention's over all ranks; and
+    `mamba_block_size`. A sliding window's is not; blocks of attention are multiples of the least of them, so
+    it does not matter where that is full attention's and there are no other ranks.
+    """
+    unit = _number(labels, "prefix_match_unit")
+    least = _number(labels, "block_size")
+    attention = _number(labels, "effective_attention_block_size")
+    state = _number(labels, "mamba_block_size")
+    window = _number(labels, "sliding_window")
+    if unit is not None:
+        return unit
+    if state is not None:
+        aligned = labels.get("mamba_cache_mode") == "align" and window is None
+        return gcd(attention, state) if attention is not None and aligned else None
+    if window is not None and attention is not None:
+        return least if attention == least else None
+    return attention or least
+
+
+def _number(labels: Mapping[str, str], name: str) -> int | None:
+    text = labels.get(name, "")
+    return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
 def _load(values: Mapping[str, Sequence[float]]) -> Load | None:

@@ -12,7 +12,7 @@ from typing import cast
 
 from fastapi import FastAPI
 
-from connector.blocks import Algorithm
+from connector.blocks import Algorithm, hashing_of
 from connector.keys import Ranks
 from connector.mooncake import Master
 from connector.prompts import Prompts
@@ -195,6 +195,15 @@ def _model(model: config.Model, pools: dict[str, Pool]) -> Model:
         algorithm=None if model.hash == "auto" else Algorithm(model.hash),
         block_size=None if model.block_size == "auto" else model.block_size,
         seed=model.hash_seed,
+        hashing=None if model.vllm == "auto" else hashing_of(model.vllm),
         key_prefix=None if keys.prefix == "auto" else keys.prefix,
-        ranks=Ranks(tp=keys.tp, pp=keys.pp, pcp=keys.pcp, dcp=keys.dcp, kv_heads=keys.kv_heads),
+        ranks=Ranks(
+            tp=keys.tp,
+            pp=keys.pp,
+            pcp=keys.pcp,
+            dcp=keys.dcp,
+            kv_heads=keys.kv_heads,
+            store_tp=keys.store_tp,
+            layout=keys.layout,
+        ),
     )

@@ -24,6 +24,8 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
+from connector.blocks import HASHING, hashing_of
+
 
 class ConfigError(Exception):
     """The configuration cannot be used; the message has one line for each fault."""
@@ -52,6 +54,12 @@ def _no_user(url: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
         raise ValueError("must be an http:// or https:// URL with no user in it")
     return url
+
+
+def _release(version: str) -> str:
+    if version != "auto" and hashing_of(version) is None:
+        raise ValueError(f"must be auto or one of {', '.join(HASHING)}, in quotes")
+    return version
 
 
 def _usable(secret: SecretStr) -> SecretStr:
@@ -137,7 +145,11 @@ class Keys(Section):
     dcp: int = Field(1, ge=1)
     """--decode-context-parallel-size of the engines."""
     kv_heads: int | None = Field(None, ge=1)
-    """KV heads of the model, where there are fewer than tp."""
+    """KV heads of the model, where there are fewer than tp; 1 with MLA."""
+    store_tp: int | None = Field(None, ge=1)
+    """store_tp_size of the engines' connector, or the least common multiple of its prefill_tp_sizes, if set."""
+    layout: Literal["LBHNC", "LBNHC"] = "LBHNC"
+    """The engines' KV cache layout; counts with store_tp only."""
 
 
 class Model(Section):
@@ -155,6 +167,8 @@ class Model(Section):
     """PYTHONHASHSEED of the engines, if set. It cannot be read from them."""
     block_size: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
     """--block-size. auto: as the engines say."""
+    vllm: Annotated[str, AfterValidator(_release)] = Field("auto", coerce_numbers_to_str=True)
+    """The vLLM release whose way of hashing the engines follow, such as 0.32. auto: as they say."""
     keys: Keys = Keys()
 
 

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import ssl
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 from connector.blocks import Adapter, Prefix
@@ -72,6 +72,7 @@ class Engine:
         )
         self.held: Held = Estimated() if spec.events is None else Reported()
         self.cards: tuple[Card, ...] = ()
+        self.version: str | None = None
         self.facts = CacheFacts(block_size=None, algorithm=None, blocks=None)
         self.trouble: str | None = "not asked yet"
         """Why it gets no work; None when it does."""
@@ -262,6 +263,7 @@ class Fleet:
             healthy = await engine.control.healthy()
             if healthy and cards:
                 engine.cards = await engine.control.models()
+                engine.version = await engine.control.version()
             facts, load = await engine.control.metrics() if healthy else (engine.facts, None)
         except Unreachable as error:
             engine.lost(error.detail)
@@ -276,7 +278,7 @@ class Fleet:
             elif not any(card.id == engine.spec.model for card in engine.cards):
                 engine.lost(f"it does not serve {engine.spec.model}; set its --served-model-name, or the model's name")
             else:
-                engine.facts = facts
+                engine.facts = replace(facts, version=engine.version)
                 engine.held.capacity = facts.blocks or engine.held.capacity
                 engine.heard(load, self._clock())
                 engine.back()

@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from connector.blocks import Algorithm, HashScheme
+from connector.blocks import Algorithm, Hashing, HashScheme, hashing_of
 from connector.errors import Inexact
 from connector.keys import KeyScheme, Ranks
 from connector.mooncake import Master
 from connector.prompts import Prompts
 from connector.vllm import CacheFacts
+
+CURRENT = Hashing(tagged=True, fixed_root=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +31,19 @@ class Model:
     algorithm: Algorithm | None = None
     block_size: int | None = None
     seed: str | None = None
+    hashing: Hashing | None = None
     key_prefix: str | None = None
     ranks: Ranks = field(default_factory=Ranks)
 
     def scheme(self, facts: frozenset[CacheFacts]) -> HashScheme:
-        """How this model's engines hash. Raises `Inexact` where that is not known."""
+        """How this model's engines hash. Raises `Inexact` where that is not known.
+
+        An engine that does not tell its version is taken for a current one.
+        """
         sizes = {self.block_size} if self.block_size else {fact.block_size for fact in facts}
         names = {self.algorithm} if self.algorithm else {fact.algorithm for fact in facts}
-        if len(sizes) > 1 or len(names) > 1:
+        ways = {self.hashing} if self.hashing else {_hashing(fact) for fact in facts} or {CURRENT}
+        if len(sizes) > 1 or len(names) > 1 or len(ways) > 1:
             raise Inexact("engines_disagree")
         size = next(iter(sizes), None)
         name = next(iter(names), None)
@@ -44,14 +51,26 @@ class Model:
             raise Inexact("block_size_unknown")
         if name is None or name not in set(Algorithm):
             raise Inexact("algorithm_unknown")
-        scheme = HashScheme(Algorithm(name), size, self.seed)
+        hashing = next(iter(ways))
+        if hashing is None:
+            raise Inexact("version_unknown")
+        scheme = HashScheme(Algorithm(name), size, self.seed, hashing.tagged, hashing.fixed_root)
         if not scheme.exact:
             raise Inexact("random_seed")
         return scheme
 
-    def keys(self, root: Callable[[str], str | None]) -> KeyScheme | None:
-        """How the pool names this model's blocks; None while no engine has said its model folder."""
+    def keys(self, root: Callable[[str], str | None], learnt: KeyScheme | None = None) -> KeyScheme | None:
+        """How the pool names this model's blocks; None while no engine has said its model folder.
+
+        What is configured wins over what was `learnt` from the pool, and that over the folder's name.
+        """
         if self.key_prefix is not None:
             return KeyScheme.of(self.key_prefix, self.ranks)
+        if learnt is not None:
+            return learnt
         folder = root(self.name)
         return KeyScheme.of(folder.rstrip("/").split("/")[-1], self.ranks) if folder else None
+
+
+def _hashing(facts: CacheFacts) -> Hashing | None:
+    return CURRENT if facts.version is None else hashing_of(facts.version)

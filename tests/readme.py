@@ -12,6 +12,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from connector.blocks import HASHING
 from connector.wire import Timeouts
 from gateway.api import _engine_gauges
 from gateway.config import Config
@@ -65,9 +66,18 @@ def metrics() -> str:
     return "\n".join(rows) + "\n"
 
 
+def releases() -> str:
+    """A row for each release of vLLM whose hashes were checked."""
+    return "".join(
+        f"| {release} | {'name and path' if way.tagged else 'name'} | {'yes' if way.tagged else 'no'} "
+        f"| {'sha256, sha256_cbor' if way.fixed_root else 'none'} |\n"
+        for release, way in HASHING.items()
+    )
+
+
 def with_tables(text: str) -> str:
     """The README's text with its tables as the code has them."""
-    for mark, rows in (("settings", settings()), ("metrics", metrics())):
+    for mark, rows in (("settings", settings()), ("releases", releases()), ("metrics", metrics())):
         begin, head, line, *_ = re.split(rf"(?<=<!-- {mark} -->\n)(.*\n)(.*\n)", text, maxsplit=1)
         _, end = text.split(f"<!-- /{mark} -->")
         text = f"{begin}{head}{line}{rows}<!-- /{mark} -->{end}"

@@ -114,6 +114,50 @@ async def test_data_parallel_ranks_are_one_engine() -> None:
     assert facts == CacheFacts(block_size=16, algorithm=None, blocks=100)
 
 
+@pytest.mark.parametrize(
+    ("said", "size"),
+    [
+        ({}, 32),
+        ({"effective_attention_block_size": "32", "mamba_block_size": "None", "sliding_window": "None"}, 32),
+        ({"effective_attention_block_size": "64"}, 64),  # over two decode context parallel ranks
+        ({"effective_attention_block_size": "None", "prefix_match_unit": "None"}, 32),
+        ({"prefix_match_unit": "16", "mamba_block_size": "528", "mamba_cache_mode": "align"}, 16),
+        ({"sliding_window": "4096"}, 32),
+        ({"sliding_window": "4096", "effective_attention_block_size": "32"}, 32),
+        ({"sliding_window": "4096", "effective_attention_block_size": "64"}, None),
+        ({"sliding_window": "4096", "mamba_block_size": "32", "mamba_cache_mode": "align"}, None),
+        ({"mamba_block_size": "528", "mamba_cache_mode": "align", "effective_attention_block_size": "528"}, 528),
+        ({"mamba_block_size": "528", "mamba_cache_mode": "align", "effective_attention_block_size": "32"}, 16),
+        ({"mamba_block_size": "528", "mamba_cache_mode": "align"}, None),
+        ({"mamba_block_size": "8192", "mamba_cache_mode": "none", "effective_attention_block_size": "32"}, None),
+    ],
+)
+async def test_a_hashed_block_follows_from_what_is_said_or_is_not_known(said: dict[str, str], size: int | None) -> None:
+    more = "".join(f',{name}="{value}"' for name, value in said.items())
+    async with controlled(answers(text(METRICS.replace(',engine="0"} 1.0', f'{more},engine="0"}} 1.0', 1)))) as (c, _):
+        facts, _ = await c.metrics()
+
+    assert facts.block_size == size
+
+
+@pytest.mark.parametrize(
+    ("body", "version"),
+    [
+        (b'{"version":"0.32.0"}', "0.32.0"),
+        (b'{"version":7}', None),
+        (b"{}", None),
+        (b"[]", None),
+        (b"null", None),
+        (b"<html>", None),
+        (b"", None),
+    ],
+)
+async def test_the_version(body: bytes, version: str | None) -> None:
+    async with controlled(answers(ok(body))) as (control, peer):
+        assert await control.version() == version
+    assert [request.target for request in peer.requests] == ["/version"]
+
+
 @pytest.mark.parametrize("gauge", ["num_requests_running", "num_requests_waiting{", "kv_cache_usage_perc"])
 async def test_a_missing_gauge_leaves_the_load_unknown(gauge: str) -> None:
     said = "\n".join(line for line in METRICS.splitlines() if not line.startswith(f"vllm:{gauge}")) + "\n"

@@ -34,7 +34,17 @@ FULL: dict[str, Any] = {
             "hash": "sha256",
             "hash_seed": 0,
             "block_size": 32,
-            "keys": {"prefix": "p", "tp": 2, "pp": 2, "pcp": 2, "dcp": 2, "kv_heads": 1},
+            "vllm": "0.32",
+            "keys": {
+                "prefix": "p",
+                "tp": 2,
+                "pp": 2,
+                "pcp": 2,
+                "dcp": 2,
+                "kv_heads": 1,
+                "store_tp": 4,
+                "layout": "LBNHC",
+            },
         }
     ],
     "engines": {

@@ -317,7 +317,7 @@ async def test_models_are_apart(engine: Engine) -> None:
 
 async def test_an_engine_gets_its_own_key_on_every_call(engine: Engine) -> None:
     async with fleet_of(EngineSpec(engine.url, "tiny", api_key="k")):
-        assert {call.path for call in engine.calls} == {"/health", "/v1/models", "/metrics"}
+        assert {call.path for call in engine.calls} == {"/health", "/v1/models", "/version", "/metrics"}
         assert all(call.headers("authorization") == ["Bearer k"] for call in engine.calls)
 
 

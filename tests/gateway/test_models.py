@@ -1,8 +1,8 @@
 import pytest
 
-from connector.blocks import Algorithm
+from connector.blocks import Algorithm, Hashing
 from connector.errors import Inexact
-from connector.keys import Ranks
+from connector.keys import KeyScheme, Ranks
 from connector.vllm import CacheFacts
 from gateway.models import Model
 
@@ -40,6 +40,10 @@ def test_engines_of_different_size_still_agree_on_the_scheme() -> None:
         (frozenset({SAID, CacheFacts(32, "sha256", 1)}), "engines_disagree"),
         (frozenset({SAID, CacheFacts(None, None, None)}), "engines_disagree"),
         (frozenset({CacheFacts(32, "xxhash", 1)}), "random_seed"),
+        (frozenset({CacheFacts(32, "sha256", 1, "0.28.0")}), "random_seed"),
+        (frozenset({CacheFacts(32, "sha256", 1, "0.99.0")}), "version_unknown"),
+        (frozenset({CacheFacts(32, "sha256", 1, "0.33.1.dev4+gabc")}), "version_unknown"),
+        (frozenset({CacheFacts(32, "sha256", 1, "0.30.0"), CacheFacts(32, "sha256", 1, "0.31.0")}), "engines_disagree"),
     ],
 )
 def test_what_is_not_known_is_not_guessed(facts: frozenset[CacheFacts], reason: str) -> None:
@@ -50,6 +54,23 @@ def test_what_is_not_known_is_not_guessed(facts: frozenset[CacheFacts], reason: 
 
 def test_a_seed_makes_xxhash_known() -> None:
     assert Model("m", seed="0").scheme(frozenset({CacheFacts(32, "xxhash", 1)})).exact
+
+
+@pytest.mark.parametrize(("version", "tagged"), [(None, True), ("0.30.2", False), ("0.31.0", True), ("0.33.0", True)])
+def test_engines_hash_as_their_version_does(version: str | None, tagged: bool) -> None:
+    assert Model("m").scheme(frozenset({CacheFacts(32, "sha256", 1, version)})).tagged is tagged
+
+
+def test_versions_that_hash_alike_agree() -> None:
+    facts = frozenset({CacheFacts(32, "sha256", 1, version) for version in ("0.31.0", "0.32.1", "0.33.0", None)})
+    assert Model("m").scheme(facts).exact
+
+
+def test_a_configured_release_wins_over_what_engines_say() -> None:
+    old = Hashing(tagged=False, fixed_root=True)
+    facts = frozenset({CacheFacts(32, "sha256", 1, version) for version in ("0.31.0", "0.99.0")})
+    scheme = Model("m", hashing=old).scheme(facts)
+    assert (scheme.tagged, scheme.fixed_root) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -70,3 +91,10 @@ def test_keys_begin_with_the_configured_prefix() -> None:
 
 def test_no_engine_has_said_its_folder() -> None:
     assert Model("m").keys(nothing) is None
+
+
+def test_what_was_learnt_wins_over_the_folder_and_not_over_the_configuration() -> None:
+    learnt = KeyScheme.of("Qwen3-8B@cfg:0123456789ab", Ranks(tp=2))
+    assert Model("m").keys(lambda _: "/models/Qwen3-8B", learnt) == learnt
+    assert Model("m").keys(nothing, learnt) == learnt
+    assert Model("m", key_prefix="cache@M").keys(nothing, learnt) == KeyScheme.of("cache@M")
