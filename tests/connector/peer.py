@@ -53,6 +53,8 @@ class Line:
         return request
 
     async def send(self, data: bytes) -> None:
+        if self._writer.is_closing():  # uvloop has no ConnectionError for this
+            raise ConnectionResetError("the other side is gone")
         self._writer.write(data)
         await self._writer.drain()
 

@@ -390,3 +390,15 @@ def test_where_traces_go_is_a_url_without_a_user(tmp_path: Path, url: str) -> No
     said = fault(tmp_path, MINIMAL | {"telemetry": {"otlp": url}})
     assert "telemetry.otlp: must be an http" in said
     assert "canary" not in said
+
+
+@pytest.mark.parametrize("release", ["0.30", "0.32", "0.32.1"])
+def test_a_release_is_given_by_its_number(tmp_path: Path, release: str) -> None:
+    tree = MINIMAL | {"models": [{"name": "m", "vllm": release}]}
+    assert load(written(tmp_path, tree)).models[0].vllm == release
+
+
+@pytest.mark.parametrize("release", ["0.27", "0.99", 0.3, "main", ""])
+def test_a_release_that_is_not_known_is_refused(tmp_path: Path, release: object) -> None:
+    said = fault(tmp_path, MINIMAL | {"models": [{"name": "m", "vllm": release}]})
+    assert "models.0.vllm: must be auto or one of 0.28, " in said
