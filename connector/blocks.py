@@ -23,6 +23,9 @@ share a pool hash as above (num_hash_lookahead_tokens in vllm/config/vllm.py).
 Why pickle with so much care: pickle writes an object that it has met before as a reference, so two
 equal strings hash differently from one string used twice. In the engine names, paths, identifiers
 and the salt arrive over a socket and are always objects of their own; so they are made here.
+
+Why cbor2 and no encoder of our own: joining the bytes of each id from a table takes 1 to 2.4 times as
+long, and keeping one encoder for all blocks saves a tenth at most.
 """
 
 import hashlib

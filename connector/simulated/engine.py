@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, Self
 
-from connector.blocks import Adapter, HashScheme, hash_prompt
+from connector.blocks import Adapter, HashScheme, extend, hash_prompt
 from connector.simulated.cache import Cache
 from connector.simulated.events import Chain, Event, Numbers, put, removed, stored
 from connector.simulated.metrics import Metrics
@@ -260,12 +260,9 @@ class Generation:
 
     def _next_hash(self, block: Sequence[int]) -> bytes:
         """The hash of a block that generated tokens have filled."""
-        if not self.hashes:
-            return self._hashed(block)[0]
-        adapter = self.prompt.adapter
-        # Strings of their own, as hash_prompt makes them: pickle tells one object from two equal ones.
-        extra = None if adapter is None else (("lora", "".join(list(adapter.name)), "".join(list(adapter.path))),)
-        return self._engine.settings.scheme.digest((self.hashes[-1], tuple(block), extra))
+        parent = self.hashes[-1] if self.hashes else None
+        scheme = self._engine.settings.scheme
+        return extend(parent, block, scheme, salt=self.prompt.salt, adapter=self.prompt.adapter)[0]
 
 
 @dataclass(frozen=True, slots=True)
