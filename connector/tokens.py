@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from connector.errors import ConnectorError, Inexact
-from connector.render import chat_text
+from connector.render import NO_FLAGS, Rules, chat_text, renderer_of_its_own
 
 
 class NoTokenizer(ConnectorError):
@@ -22,7 +22,7 @@ class NoTokenizer(ConnectorError):
 class Tokenizer:
     """One model's tokenizer and chat template, from a folder with tokenizer.json."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, rules: Rules = NO_FLAGS) -> None:
         """Raises `NoTokenizer` with what is missing. Nothing is fetched and no code of the model's is run."""
         if not (folder / "tokenizer.json").is_file():
             raise NoTokenizer(f"{folder} has no tokenizer.json (a fast tokenizer is needed)")
@@ -33,13 +33,18 @@ class Tokenizer:
         if not isinstance(loaded, PreTrainedTokenizerFast):
             raise NoTokenizer(f"{folder} has no fast tokenizer")
         self._template: Any = loaded
+        self._rules = rules
+        self._rendered_elsewhere = renderer_of_its_own(folder) is not None
         self._backend: Backend = loaded.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
 
     def chat(self, body: Mapping[str, Any]) -> Sequence[int]:
         """The ids of a /v1/chat/completions body. Raises `Inexact`."""
-        return self._encode(chat_text(body, self._template), special=body.get("add_special_tokens", False) is True)
+        if self._rendered_elsewhere:
+            raise Inexact("renderer")
+        text = chat_text(body, self._template, self._rules)
+        return self._encode(text, special=body.get("add_special_tokens", False) is True)
 
     def completion(self, body: Mapping[str, Any]) -> Sequence[int]:
         """The ids of a /v1/completions body with one prompt, as text or as ids. Raises `Inexact`."""

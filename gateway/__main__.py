@@ -15,7 +15,7 @@ import yaml
 
 from connector.tokens import NoTokenizer
 from gateway import config
-from gateway.app import BadAuthority, House, build
+from gateway.app import BadAuthority, BadTemplate, House, build
 from gateway.commands import NotInstalled
 from gateway.demo import DemoFailed, play
 from gateway.processes import NotReady, cannot_listen
@@ -134,7 +134,7 @@ def _build(settings: config.Config, path: Path) -> House:
     sys.path.append(str(path.resolve().parent))
     try:
         return build(settings)
-    except (NoTokenizer, BadPolicy, BadAuthority) as error:
+    except (NoTokenizer, BadPolicy, BadAuthority, BadTemplate) as error:
         raise click.ClickException(str(error)) from error
 
 

@@ -8,14 +8,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import cast
 
 from fastapi import FastAPI
+from jinja2 import TemplateError
 
 from connector.blocks import Algorithm, hashing_of
 from connector.keys import Ranks
 from connector.mooncake import Master
 from connector.prompts import Prompts
+from connector.render import Rules
+from connector.templates import chat_template
 from connector.tokens import Tokenizer
 from connector.wire import Timeouts
 from gateway import config
@@ -41,6 +45,10 @@ class BadAuthority(Exception):
     """The certificates that engines are checked against cannot be read; the message says which file."""
 
 
+class BadTemplate(Exception):
+    """A file that a model's chat template is in cannot be read, or holds none; the message says which."""
+
+
 @dataclass(frozen=True, slots=True)
 class House:
     """The application, and the protocol that its connections speak."""
@@ -51,7 +59,7 @@ class House:
 
 
 def build(settings: config.Config) -> House:
-    """The house. Raises `NoTokenizer`, `BadPolicy` or `BadAuthority` for what is named and not there."""
+    """The house. Raises `NoTokenizer`, `BadPolicy`, `BadAuthority` or `BadTemplate` for what is named and not there."""
     telemetry = Telemetry(otlp=settings.telemetry.otlp, sample=settings.telemetry.sample)
     tenants = _tenants(settings)
     fleet = _fleet(settings)
@@ -186,11 +194,32 @@ def _events(settings: config.KvEvents | None) -> EventSource | None:
     return EventSource(settings.connect or settings.bind or "", bind=settings.bind is not None)
 
 
+def _rules(chat: config.Chat) -> Rules:
+    return Rules(
+        template=_template(chat.template) if chat.template is not None else None,
+        content_format=chat.content_format,
+        kwargs=MappingProxyType(chat.kwargs),
+        trust_request_template=chat.trust_request_template,
+        exclude_tools_when_none=chat.exclude_tools_when_none,
+    )
+
+
+def _template(path: Path) -> str:
+    try:
+        source = path.read_text(encoding="utf-8")
+        chat_template(source)
+    except (OSError, UnicodeDecodeError, TemplateError) as error:
+        raise BadTemplate(f"models[].chat.template: {path} holds no chat template: {error}") from error
+    return source
+
+
 def _model(model: config.Model, pools: dict[str, Pool]) -> Model:
     keys = model.keys
     return Model(
         name=model.name,
-        prompts=Prompts(Tokenizer(model.tokenizer), max_bytes=0) if model.tokenizer is not None else None,
+        prompts=Prompts(Tokenizer(model.tokenizer, _rules(model.chat)), max_bytes=0)
+        if model.tokenizer is not None
+        else None,
         pool=pools[model.pool] if model.pool is not None else None,
         algorithm=None if model.hash == "auto" else Algorithm(model.hash),
         block_size=None if model.block_size == "auto" else model.block_size,

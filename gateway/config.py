@@ -152,6 +152,21 @@ class Keys(Section):
     """The engines' KV cache layout; counts with store_tp only."""
 
 
+class Chat(Section):
+    """How the model's engines build a chat's prompt: as their flags say, which cannot be read from them."""
+
+    template: Path | None = None
+    """--chat-template of the engines, as a file here. None: the tokenizer folder's."""
+    content_format: Literal["auto", "string", "openai"] = "auto"
+    """--chat-template-content-format of the engines."""
+    kwargs: dict[str, Any] = {}
+    """--default-chat-template-kwargs of the engines."""
+    trust_request_template: bool = False
+    """--trust-request-chat-template of the engines. A client's template is then run here too."""
+    exclude_tools_when_none: bool = False
+    """--exclude-tools-when-tool-choice-none of the engines."""
+
+
 class Model(Section):
     name: Name
     """The name that clients use and engines serve."""
@@ -159,6 +174,7 @@ class Model(Section):
     """Other names that clients may use; answers say the engines' own."""
     tokenizer: Path | None = None
     """Folder with tokenizer.json and the chat template. Without one, requests are placed by load."""
+    chat: Chat = Chat()
     pool: str | None = None
     """The pool that this model's engines share."""
     hash: Literal["auto", "sha256", "sha256_cbor", "xxhash", "xxhash_cbor"] = "auto"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 
 from connector.errors import ConnectorError, Inexact
+from connector.render import Rules
 from connector.tokens import NoTokenizer, Tokenizer
 
 TEXT = "A block in the pool is usable only if the object of every rank is there. " * 20
@@ -141,8 +142,20 @@ def test_a_long_chat_is_whole(tokenizer: Tokenizer, backend: Backend) -> None:
 
 
 def test_a_chat_that_cannot_be_known(tokenizer: Tokenizer) -> None:
-    with pytest.raises(Inexact, match="developer_role"):
-        tokenizer.chat({"messages": [{"role": "developer", "content": "x"}]})
+    with pytest.raises(Inexact, match="media"):
+        tokenizer.chat({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]})
+
+
+def test_a_chat_of_a_model_that_the_engine_renders_in_python(model_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(model_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt_oss"}')
+    with pytest.raises(Inexact, match="renderer"):
+        Tokenizer(tmp_path).chat({"messages": [{"role": "user", "content": TEXT}]})
+
+
+def test_chats_follow_what_engines_are_told_of_them(model_folder: Path, backend: Backend) -> None:
+    told = Tokenizer(model_folder, Rules(template="{{ messages[0].content }}"))
+    assert backend.decode(list(told.chat({"messages": [{"role": "user", "content": TEXT}]}))) == TEXT
 
 
 def test_a_folder_without_a_template_has_completions_only(model_folder: Path, tmp_path: Path) -> None:

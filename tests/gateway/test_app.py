@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from connector.tokens import NoTokenizer
-from gateway.app import build
+from gateway.app import BadTemplate, build
 from gateway.config import Config
 from policies.load import BadPolicy
 from tests.double import Engine, Master, whole
@@ -27,6 +27,16 @@ from tests.gateway.house import Street, eventually, serving, settings
 def test_what_is_not_there_is_told_before_anything_opens(sections: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
         build(Config(**settings(**sections)))
+
+
+@pytest.mark.parametrize("source", [None, "{% for %}", "{{"])
+def test_a_chat_template_that_is_none(source: str | None, tokenizer_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    if source is not None:
+        file.write_text(source)
+    model = {"name": "tiny", "tokenizer": str(tokenizer_folder), "chat": {"template": str(file)}}
+    with pytest.raises(BadTemplate, match=r"chat\.jinja"):
+        build(Config(**settings(models=[model])))
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "cache_aware", "disaggregated"])

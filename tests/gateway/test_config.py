@@ -30,6 +30,13 @@ FULL: dict[str, Any] = {
             "name": "tiny",
             "aliases": ["small"],
             "tokenizer": "/models/tiny",
+            "chat": {
+                "template": "/models/tiny.jinja",
+                "content_format": "openai",
+                "kwargs": {"enable_thinking": False},
+                "trust_request_template": True,
+                "exclude_tools_when_none": True,
+            },
             "pool": "main",
             "hash": "sha256",
             "hash_seed": 0,
@@ -102,7 +109,7 @@ def fault(folder: Path, tree: object) -> str:
 def sections(tree: object, where: tuple[object, ...] = ()) -> Iterator[tuple[object, ...]]:
     """Every mapping in the full tree whose keys are settings."""
     if isinstance(tree, dict):
-        if where not in {("pools",), ("policy", "settings")}:
+        if where not in {("pools",), ("policy", "settings"), ("models", 0, "chat", "kwargs")}:
             yield where
         for key, value in tree.items():
             yield from sections(value, (*where, key))
