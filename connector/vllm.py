@@ -1,4 +1,4 @@
-"""One engine's control side: is it well, what does it serve, how does it hash, how busy is it.
+"""One engine's control side: is it well, what does it serve, how does it hash, how busy is it, what is it open to.
 
 httpx, since none of this is on the path of a request. The names are vLLM's own metrics
 (docs.vllm.ai, "Production metrics") and fields of its /v1/models.
@@ -22,6 +22,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from connector.errors import BadAnswer, Disconnected, TimedOut, Unreachable, WireError
 
+MAX_ANSWER = 16 * 1024 * 1024
+"""Bytes of one answer that are read."""
 _WANTED = (
     "vllm:cache_config_info",
     "vllm:num_requests_running",
@@ -56,6 +58,19 @@ class CacheFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class EventSource:
+    """How one data parallel rank publishes KV events (vLLM's KVEventsConfig), as it was set at its start."""
+
+    enabled: bool
+    endpoint: str
+    """What the engine binds, where there is a `*` in it, or connects to."""
+    replay_endpoint: str | None
+    topic: str
+    buffer_steps: int
+    """Messages that the replay endpoint can give again."""
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """How busy the engine says it is."""
 
@@ -83,14 +98,15 @@ class EngineControl:
         )
 
     async def healthy(self) -> bool:
-        return (await self._get("/health")).status_code == 200
+        status, _ = await self._send("GET", "/health")
+        return status == 200
 
     async def models(self) -> tuple[Card, ...]:
-        answer = await self._get("/v1/models")
+        status, body = await self._send("GET", "/v1/models")
         try:
-            return tuple(_card(entry) for entry in orjson.loads(answer.content)["data"])
+            return tuple(_card(entry) for entry in orjson.loads(body)["data"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BadAnswer(self._origin, f"its /v1/models ({answer.status_code}) is no list of models") from error
+            raise BadAnswer(self._origin, f"its /v1/models ({status}) is no list of models") from error
 
     async def version(self) -> str | None:
         """The version of vLLM, such as `0.32.0`; None from an engine that does not tell."""
@@ -106,8 +122,8 @@ class EngineControl:
 
         An engine that has no /metrics says nothing, and is none the worse for it.
         """
-        answer = await self._get("/metrics")
-        lines = [line for line in answer.text.splitlines() if line.startswith(_WANTED)]
+        _, body = await self._send("GET", "/metrics")
+        lines = [line for line in body.decode(errors="replace").splitlines() if line.startswith(_WANTED)]
         values: defaultdict[str, list[float]] = defaultdict(list)
         labels: dict[str, str] = {}
         try:
@@ -120,17 +136,74 @@ class EngineControl:
         except (ValueError, ArithmeticError, LookupError) as error:
             raise BadAnswer(self._origin, "its /metrics is not in Prometheus' format") from error
 
+    async def version(self) -> str:
+        """The version of vLLM, such as `0.32.0`."""
+        status, body = await self._send("GET", "/version")
+        try:
+            version = orjson.loads(body)["version"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise BadAnswer(self._origin, f"its /version ({status}) tells none") from error
+        if status != 200 or not isinstance(version, str):
+            raise BadAnswer(self._origin, f"its /version ({status}) tells none")
+        return version
+
+    async def event_sources(self) -> Mapping[int, EventSource]:
+        """How each data parallel rank publishes KV events; empty where none does (/kv_event_sources)."""
+        status, body = await self._send("GET", "/kv_event_sources")
+        try:
+            if status == 200:
+                return {int(rank): _event_source(entry) for rank, entry in orjson.loads(body).items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadAnswer(self._origin, f"its /kv_event_sources ({status}) are none") from error
+        raise BadAnswer(self._origin, f"its /kv_event_sources ({status}) are none")
+
+    async def dev_mode(self) -> bool:
+        """Whether whoever reaches the engine can empty its cache and the pool (VLLM_SERVER_DEV_MODE=1).
+
+        A GET of /reset_prefix_cache does nothing: it is answered with 405 where a POST would do it, else with 404.
+        """
+        status, _ = await self._send("GET", "/reset_prefix_cache")
+        if status not in (404, 405):
+            raise BadAnswer(self._origin, f"its /reset_prefix_cache ({status}) is neither there nor missing")
+        return status == 405
+
+    async def scale_out(self) -> bool:
+        """Whether it renders prompts (--enable-scale-out, or `vllm launch render`).
+
+        It is asked to render nothing, which is refused with 400 where it could, else with 403.
+        """
+        status, _ = await self._send("POST", "/v1/chat/completions/render", b"{}")
+        if status not in (400, 403, 404, 405, 422):
+            raise BadAnswer(self._origin, f"its /v1/chat/completions/render ({status}) is neither open nor closed")
+        return status in (400, 422)
+
+    async def ask(self, path: str, body: Mapping[str, Any], deadline: float = 60.0) -> tuple[int, Any]:
+        """Post a body; the answer's status and its JSON, which is to be there within `deadline` seconds."""
+        status, answer = await self._send("POST", path, orjson.dumps(body), deadline)
+        try:
+            return status, orjson.loads(answer)
+        except ValueError as error:
+            raise BadAnswer(self._origin, f"its {path} ({status}) is no JSON") from error
+
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _get(self, path: str) -> httpx.Response:
+    async def _send(
+        self, method: str, path: str, content: bytes | None = None, deadline: float | None = None
+    ) -> tuple[int, bytes]:
+        """The status and the body of an answer."""
+        limit = self._timeout if deadline is None else deadline
+        headers = None if content is None else {"content-type": "application/json"}
         try:
-            async with asyncio.timeout(self._timeout):  # httpx's own limit is for each read
-                return await self._client.get(path)
+            async with (
+                asyncio.timeout(limit),  # httpx's own limit is for each read
+                self._client.stream(method, path, content=content, headers=headers, timeout=limit) as answer,
+            ):
+                return answer.status_code, await self._body(answer)
         except httpx.ConnectTimeout:
-            raise TimedOut(self._origin, "connect", self._timeout) from None
+            raise TimedOut(self._origin, "connect", limit) from None
         except (httpx.TimeoutException, TimeoutError):
-            raise TimedOut(self._origin, "head", self._timeout) from None
+            raise TimedOut(self._origin, "head", limit) from None
         except (httpx.ConnectError, httpx.UnsupportedProtocol) as error:
             raise Unreachable(self._origin, "no connection") from error
         except httpx.DecodingError as error:
@@ -138,12 +211,34 @@ class EngineControl:
         except (httpx.HTTPError, httpx.InvalidURL, httpx.CookieConflict, httpx.StreamError) as error:
             raise Disconnected(self._origin, type(error).__name__) from error
 
+    async def _body(self, answer: httpx.Response) -> bytes:
+        body = bytearray()
+        async for piece in answer.aiter_bytes():
+            body += piece
+            if len(body) > MAX_ANSWER:
+                raise BadAnswer(self._origin, f"answer is larger than {MAX_ANSWER} bytes")
+        return bytes(body)
+
 
 def _card(entry: Mapping[str, Any]) -> Card:
     card = Card(id=entry["id"], root=entry.get("root"), parent=entry.get("parent"), raw=entry)
     if not isinstance(card.id, str) or not isinstance(card.root, str | None) or not isinstance(card.parent, str | None):
         raise TypeError("id, root and parent are strings")
     return card
+
+
+def _event_source(entry: Mapping[str, Any]) -> EventSource:
+    source = EventSource(
+        enabled=entry["enable_kv_cache_events"] is True and entry["publisher"] == "zmq",
+        endpoint=entry["endpoint"],
+        replay_endpoint=entry.get("replay_endpoint"),
+        topic=entry.get("topic", ""),
+        buffer_steps=entry.get("buffer_steps", 0),
+    )
+    texts = (source.endpoint, source.replay_endpoint or "", source.topic)
+    if not all(isinstance(text, str) for text in texts) or type(source.buffer_steps) is not int:
+        raise TypeError("endpoints and topic are strings, buffer_steps is a number")
+    return source
 
 
 def _cache_facts(labels: Mapping[str, str]) -> CacheFacts:
@@ -193,4 +288,4 @@ def _load(values: Mapping[str, Sequence[float]]) -> Load | None:
     return Load(running=sum(running), waiting=sum(waiting), cache_usage=fmean(usage))
 
 
-__all__ = ["CacheFacts", "Card", "EngineControl", "Load", "WireError"]
+__all__ = ["CacheFacts", "Card", "EngineControl", "EventSource", "Load", "WireError"]

@@ -2,13 +2,14 @@
 
 import asyncio
 import os
+import secrets
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from connector.simulated.engine import Engine, Role, Settings
 from connector.simulated.events import Numbers
 from connector.simulated.metrics import Metrics
 from connector.simulated.model import NAME, make
-from connector.simulated.serving import Model
+from connector.simulated.serving import VERSION, Flags, Model
 from connector.simulated.timing import Speed
 
 ROLES: dict[str, Role] = {
@@ -46,14 +47,14 @@ Example: two engines that share a pool, with a master on port 50051:
 
 @dataclass(frozen=True, slots=True)
 class Listen:
-    """Where this engine listens, and to what. No port, no events."""
+    """Where this engine listens, and the pool's master. No port, no events; no master, no pool."""
 
     host: str
     port: int
     events_port: int | None
     replay_port: int | None
     whole_hashes: bool
-    parses_tools: bool
+    master: str | None
 
 
 @click.command(epilog=EXAMPLE, context_settings={"show_default": True, "max_content_width": 110})
@@ -88,6 +89,21 @@ class Listen:
 @click.option(
     "--tool-parser/--no-tool-parser", default=True, help="Call tools, or refuse as vLLM without a parser does."
 )
+@click.option(
+    "--chat-template",
+    "template",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    default=None,
+    help="File with another chat template than the model folder's.",
+)
+@click.option("--enable-scale-out", "scale_out", is_flag=True, help="Serve the render endpoints.")
+@click.option("--dev-mode", is_flag=True, help="Serve what vLLM serves with VLLM_SERVER_DEV_MODE=1.")
+@click.option(
+    "--vllm-version",
+    "version",
+    default=VERSION,
+    help="Version that it says it is. Below 0.31 extra keys bear no tags, below 0.29 each engine draws its root.",
+)
 @click.option("--time-scale", default=1.0, help="Real seconds for a simulated one; 0: as fast as it goes.")
 @click.option("--seed", default=0, help="Another seed, other words.")
 @click.option("--prefill-tokens-per-second", default=SPEED.prefill_tokens_per_second)
@@ -106,14 +122,15 @@ def main(**options: Any) -> None:
         options["events_port"],
         options["replay_port"],
         not options["int_block_hashes"],
-        options["tool_parser"],
+        options["master"],
     )
+    flags = Flags(options["version"], options["tool_parser"], options["scale_out"], options["dev_mode"])
     try:
         with _folder(options["model"]) as folder:
             model = _model(folder, options)
             settings = _settings(model, options)
             pool_name = "@".join(filter(None, (options["cache_prefix"], folder.name)))
-            asyncio.run(_serve(model, settings, listen, options["master"], KeyScheme.of(pool_name)))
+            asyncio.run(_serve(model, settings, listen, flags, KeyScheme.of(pool_name)))
     except ConnectorError as error:
         raise click.ClickException(str(error)) from error
     sys.stdout.flush()
@@ -122,7 +139,7 @@ def main(**options: Any) -> None:
     os._exit(0)
 
 
-async def _serve(model: Model, settings: Settings, listen: Listen, master: str | None, keys: KeyScheme) -> None:
+async def _serve(model: Model, settings: Settings, listen: Listen, flags: Flags, keys: KeyScheme) -> None:
     scheme = settings.scheme
     metrics = Metrics(model.names[0], scheme.block_size, settings.blocks, scheme.algorithm)
     async with AsyncExitStack() as stack:
@@ -133,13 +150,13 @@ async def _serve(model: Model, settings: Settings, listen: Listen, master: str |
             replay = f"tcp://{listen.host}:{listen.replay_port}" if listen.replay_port else None
             publisher = Publisher(f"tcp://*:{listen.events_port}", replay, time.time, Numbers(listen.whole_hashes))
             events = await stack.enter_async_context(publisher)
-        if master is not None:
+        if listen.master is not None:
             from connector.simulated.store import Store  # noqa: PLC0415 -- nor is Mooncake
 
-            pool = await stack.enter_async_context(Store(master, keys))
+            pool = await stack.enter_async_context(Store(listen.master, keys))
         engine = await stack.enter_async_context(Engine(settings, metrics, pool=pool, events=events))
         sources = events.settings() if events else None
-        app = Api(model, engine, sources, parses_tools=listen.parses_tools).app()
+        app = Api(model, engine, sources, flags).app()
         config = uvicorn.Config(
             app, host=listen.host, port=listen.port, log_level="warning", timeout_graceful_shutdown=1, lifespan="off"
         )
@@ -183,6 +200,7 @@ def _model(folder: Path, options: dict[str, Any]) -> Model:
         max_model_len=limit,
         adapters=[_adapter(text) for text in options["adapters"]],
         seed=options["seed"],
+        template=None if options["template"] is None else options["template"].read_text(encoding="utf-8"),
     )
     room = options["blocks"] * options["block_size"]
     if model.max_model_len > room and limit is None:
@@ -198,13 +216,29 @@ def _model(folder: Path, options: dict[str, Any]) -> Model:
 def _settings(model: Model, options: dict[str, Any]) -> Settings:
     fields = Speed.__dataclass_fields__
     return Settings(
-        scheme=HashScheme(Algorithm(options["algorithm"]), options["block_size"], options["hash_seed"]),
+        scheme=_scheme(options),
         eos=model.eos,
         speed=Speed(**{field: options[field] for field in fields}),
         blocks=options["blocks"],
         role=ROLES[options["role"]],
         time_scale=options["time_scale"],
     )
+
+
+def _scheme(options: dict[str, Any]) -> HashScheme:
+    """How it hashes. Where engines without a seed draw their root, so does this one."""
+    parts = options["version"].split(".")
+    if len(parts) < 2 or not all(part.isdecimal() for part in parts[:2]):
+        raise click.UsageError(f"--vllm-version takes a version such as {VERSION}, not {options['version']}")
+    version = (int(parts[0]), int(parts[1]))
+    scheme = HashScheme(
+        Algorithm(options["algorithm"]),
+        options["block_size"],
+        options["hash_seed"],
+        tagged=version >= (0, 31),
+        fixed_root=version >= (0, 29),
+    )
+    return scheme if scheme.exact else replace(scheme, seed=secrets.token_hex(32))
 
 
 def _adapter(text: str) -> Adapter:

@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -10,8 +11,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from connector.simulated import scale_out
 from connector.simulated.answers import ChatForm, CompletionForm
 from connector.simulated.ask import (
+    Ask,
     DetokenizeBody,
     Refusal,
     TokenizeChat,
@@ -22,11 +25,12 @@ from connector.simulated.ask import (
     malformed,
 )
 from connector.simulated.audio import Transcriptions
-from connector.simulated.engine import Engine
+from connector.simulated.dev import Dev
+from connector.simulated.engine import Engine, Prompt
 from connector.simulated.messages import Messages
 from connector.simulated.pooling import Vectors
 from connector.simulated.responses import Responses
-from connector.simulated.serving import VERSION, Desk, Model, as_json, check_rank, json_body, request_id
+from connector.simulated.serving import Desk, Flags, Model, as_json, check_rank, json_body, new_id, request_id
 
 SCORE = ("/score", "/v1/score")
 RERANK = ("/rerank", "/v1/rerank", "/v2/rerank")
@@ -40,19 +44,17 @@ class Api:
         model: Model,
         engine: Engine,
         event_sources: Mapping[str, object] | None = None,
-        *,
-        parses_tools: bool = True,
+        flags: Flags = Flags(),  # noqa: B008 -- frozen
     ) -> None:
-        """`parses_tools`: as with vLLM's --enable-auto-tool-choice and --tool-call-parser."""
         self._model = model
         self._engine = engine
-        self._desk = Desk(model, engine)
+        self._desk = Desk(model, engine, flags.version)
         self._sources = {"0": event_sources} if event_sources else {}
-        self._parses_tools = parses_tools
+        self._flags = flags
 
     def app(self) -> Starlette:
-        messages = Messages(self._desk, self._parses_tools)
-        responses = Responses(self._desk, parses_tools=self._parses_tools)
+        messages = Messages(self._desk, self._flags.parses_tools)
+        responses = Responses(self._desk, parses_tools=self._flags.parses_tools)
         vectors = Vectors(self._desk)
         audio = Transcriptions(self._desk)
         return Starlette(
@@ -77,32 +79,70 @@ class Api:
                 Route("/load", self.load),
                 Route("/metrics", self.metrics),
                 Route("/kv_event_sources", self.event_sources),
+                *self._scaled_out(messages, responses),
+                *self._developing(),
             ],
             exception_handlers={HTTPException: _detail},
         )
 
+    def _scaled_out(self, messages: Messages, responses: Responses) -> list[Route]:
+        if not self._flags.scale_out:
+            return [Route(path, self._refusing(scale_out.closed), methods=["POST"]) for path in scale_out.ROUTES]
+        renders = (self.render_chat, self.render_completion, messages.render, responses.render)
+        return [
+            Route(path, self._refusing(render), methods=["POST"])
+            for path, render in zip(scale_out.ROUTES, renders, strict=False)
+        ]
+
+    def _developing(self) -> list[Route]:
+        if not self._flags.dev_mode:
+            return []
+        dev = Dev(self._model, self._engine, self._sources.get("0"), self._flags)
+        return [
+            Route("/reset_prefix_cache", self._refusing(dev.reset_prefix_cache), methods=["POST"]),
+            Route("/is_sleeping", dev.is_sleeping),
+            Route("/server_info", self._refusing(dev.server_info)),
+        ]
+
     async def chat(self, request: Request) -> Response:
-        body = await json_body(request)
-        ask = chat_ask(body, parses_tools=self._parses_tools)
-        adapter = self._desk.adapter(ask.model)
-        tokens, exact = self._desk.chat_tokens(body)
+        ask, prompts = self._chat(await json_body(request))
         check_rank(request)
-        prompts = self._desk.prompts([tokens], ask, adapter, exact=exact)
         form = ChatForm(self._desk.heading(request, ask.model), ask)
         return await self._desk.answer(request, prompts, form, stream=ask.stream)
 
-    async def completion(self, request: Request) -> Response:
+    async def render_chat(self, request: Request) -> Response:
         body = await json_body(request)
+        ask, prompts = self._chat(body)
+        return as_json(scale_out.generate_body(f"chatcmpl-{new_id(request)}", body, ask, prompts[0]))
+
+    def _chat(self, body: dict[str, Any]) -> tuple[Ask, list[Prompt]]:
+        ask = chat_ask(body, parses_tools=self._flags.parses_tools)
+        adapter = self._desk.adapter(ask.model)
+        tokens, exact = self._desk.chat_tokens(body)
+        return ask, self._desk.prompts([tokens], ask, adapter, exact=exact)
+
+    async def completion(self, request: Request) -> Response:
+        ask, several, prompts = self._completion(await json_body(request))
+        check_rank(request)
+        texts = [one if isinstance(one, str) else self._model.backend.decode(list(one)) for one in several]
+        form = CompletionForm(self._desk.heading(request, ask.model), ask, texts)
+        return await self._desk.answer(request, prompts, form, stream=ask.stream)
+
+    async def render_completion(self, request: Request) -> Response:
+        body = await json_body(request)
+        ask, several, prompts = self._completion(body)
+        name = f"cmpl-{new_id(request)}"
+        names = [name] if len(several) == 1 else [f"{name}-{number}" for number in range(len(several))]
+        pairs = zip(names, prompts[:: ask.n], strict=True)
+        return as_json([scale_out.generate_body(name, body, ask, prompt) for name, prompt in pairs])
+
+    def _completion(self, body: dict[str, Any]) -> tuple[Ask, Sequence[str | list[int]], list[Prompt]]:
         completion, ask = completion_ask(body)
         adapter = self._desk.adapter(ask.model)
         assert completion.prompt is not None
         several, exact = _several(completion.prompt)
         tokens = [self._desk.completion_tokens({**body, "prompt": one}) for one in several]
-        check_rank(request)
-        prompts = self._desk.prompts(tokens, ask, adapter, exact=exact)
-        texts = [one if isinstance(one, str) else self._model.backend.decode(list(one)) for one in several]
-        form = CompletionForm(self._desk.heading(request, ask.model), ask, texts)
-        return await self._desk.answer(request, prompts, form, stream=ask.stream)
+        return ask, several, self._desk.prompts(tokens, ask, adapter, exact=exact)
 
     async def tokenize(self, request: Request) -> Response:
         body = await json_body(request)
@@ -144,7 +184,7 @@ class Api:
         return Response()
 
     async def version(self, _: Request) -> Response:
-        return as_json({"version": VERSION})
+        return as_json({"version": self._flags.version})
 
     async def load(self, _: Request) -> Response:
         return as_json({"server_load": self._desk.open})

@@ -72,6 +72,14 @@ class Cache:
                 findable.append(block)
         self._free.update(OrderedDict.fromkeys(findable))
 
+    def reset(self) -> bool:
+        """Forget what every block holds, unless any is in use: then nothing changes. Whether it was done."""
+        if self.free < self.size:
+            return False
+        self._hash = [None] * self.size
+        self._found.clear()
+        return True
+
     def drain(self) -> list[bytes]:
         """The hashes of the blocks that were taken away since the last call, first to last."""
         removed, self._removed = self._removed, []

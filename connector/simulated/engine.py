@@ -20,7 +20,7 @@ from typing import Literal, Protocol, Self
 
 from connector.blocks import Adapter, HashScheme, extend, hash_prompt
 from connector.simulated.cache import Cache
-from connector.simulated.events import Chain, Event, Numbers, put, removed, stored
+from connector.simulated.events import Chain, Event, Numbers, cleared, put, removed, stored
 from connector.simulated.metrics import Metrics
 from connector.simulated.script import Call
 from connector.simulated.text import Saying
@@ -37,6 +37,8 @@ class Pool(Protocol):
     async def run(self, hashes: Sequence[bytes]) -> int: ...
 
     async def put(self, hashes: Sequence[bytes]) -> list[int]: ...
+
+    async def clear(self) -> bool: ...
 
 
 class Events(Protocol):
@@ -299,7 +301,7 @@ class Engine:
         self.pool = pool
         self.clock = clock
         self.cache = Cache(settings.blocks)
-        self._events = events
+        self.events = events
         self._scheduler: Scheduler[Generation] = Scheduler(settings.speed)
         self._alive: dict[Generation, None] = {}
         self._noted: list[Event] = []
@@ -343,6 +345,19 @@ class Engine:
             generation.abort()
             self._end(generation)
 
+    async def reset(self, *, external: bool = False) -> bool:
+        """Forget all blocks, with `external` the pool's too. Whether it was done: not while any is in use.
+
+        The events about it go out with the next step, as vLLM's do.
+        """
+        done = self.cache.reset()
+        if done:
+            self._note_removed()
+            self._noted += [] if self.events is None else [cleared()]
+        if external and self.pool is not None:
+            return await self.pool.clear() and done
+        return done
+
     @property
     def load(self) -> Mapping[str, float]:
         """What the header endpoint-load-metrics tells."""
@@ -368,18 +383,18 @@ class Engine:
     def note_stored(self, chain: Chain) -> None:
         """Blocks are full; they go out with this step's events."""
         self._note_removed()
-        if self._events is not None:
-            self._noted.append(stored(chain, self._events.numbers))
+        if self.events is not None:
+            self._noted.append(stored(chain, self.events.numbers))
 
     def _note_removed(self) -> None:
         for digest in self.cache.drain():
-            if self._events is not None:
-                self._noted.append(removed(digest, self._events.numbers))
+            if self.events is not None:
+                self._noted.append(removed(digest, self.events.numbers))
 
     def _publish(self) -> None:
         self._note_removed()
-        if self._events is not None and self._noted:
-            self._events.publish(self._noted)
+        if self.events is not None and self._noted:
+            self.events.publish(self._noted)
             self._noted = []
 
     async def _run(self) -> None:
@@ -449,8 +464,8 @@ class Engine:
         tokens = len(generation.prompt.tokens) - generation.cached
         await asyncio.sleep(self.settings.speed.load_seconds(tokens) * self.settings.time_scale)
         for place in await pool.put(generation.prefix):
-            if self._events is not None:
-                self._noted += put(generation.chain(place, place + 1), self._events.numbers)
+            if self.events is not None:
+                self._noted += put(generation.chain(place, place + 1), self.events.numbers)
         self._publish()
 
     def _end(self, generation: Generation) -> None:

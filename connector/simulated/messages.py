@@ -21,8 +21,9 @@ from starlette.responses import JSONResponse, Response
 
 from connector.simulated.answers import Chosen, Heading, call_id, called
 from connector.simulated.ask import Ask, Refusal, chat_ask, checked
-from connector.simulated.engine import Generation, Output
-from connector.simulated.serving import Desk, as_json, check_rank, json_body
+from connector.simulated.engine import Generation, Output, Prompt
+from connector.simulated.scale_out import generate_body
+from connector.simulated.serving import Desk, as_json, check_rank, json_body, new_id
 
 _BILLING = "x-anthropic-billing-header"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -108,19 +109,27 @@ class Messages:
         body = checked(MessagesBody, await json_body(request))
         return await _anthropically(lambda: self._create(request, body))
 
+    async def render(self, request: Request) -> Response:
+        """Refusals come in OpenAI's form here."""
+        chat = as_chat(checked(MessagesBody, await json_body(request)))
+        ask, prompt = self._asked(chat)
+        return as_json(generate_body(f"chatcmpl-{new_id(request)}", chat, ask, prompt))
+
     async def count(self, request: Request) -> Response:
         body = checked(CountBody, await json_body(request))
         return await _anthropically(lambda: self._count(body))
 
     async def _create(self, request: Request, body: MessagesBody) -> Response:
-        chat = as_chat(body)
+        ask, prompt = self._asked(as_chat(body))
+        check_rank(request)
+        form = MessagesForm(self.desk.heading(request, ask.model), ask)
+        return await self.desk.answer(request, [prompt], form, stream=ask.stream)
+
+    def _asked(self, chat: dict[str, Any]) -> tuple[Ask, Prompt]:
         ask = chat_ask(chat, parses_tools=self.parses_tools)
         adapter = self.desk.adapter(ask.model)
         tokens, exact = self.desk.chat_tokens(chat)
-        check_rank(request)
-        prompts = self.desk.prompts([tokens], ask, adapter, exact=exact)
-        form = MessagesForm(self.desk.heading(request, ask.model), ask)
-        return await self.desk.answer(request, prompts, form, stream=ask.stream)
+        return ask, self.desk.prompts([tokens], ask, adapter, exact=exact)[0]
 
     async def _count(self, body: CountBody) -> Response:
         self.desk.adapter(body.model)

@@ -12,33 +12,31 @@ the answer is cancelled, where vLLM's goes on waiting; tools other than function
 
 import asyncio
 import time
-import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import orjson
-from pydantic import AfterValidator, BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from connector.simulated.answers import Chosen, call_id, called
-from connector.simulated.ask import (
-    ANY_OBJECT,
-    Ask,
-    Refusal,
-    Sampling,
-    Structured,
-    check_salt,
-    checked,
-    formed,
-    sampled,
-    tool_due,
-)
+from connector.simulated.ask import ANY_OBJECT, Ask, Refusal, formed, sampled, tool_due
 from connector.simulated.engine import Generation, Output, Prompt
+from connector.simulated.scale_out import generate_body
 from connector.simulated.script import Call, Wanted
 from connector.simulated.serving import Desk, Streamed, as_json, json_body
+from connector.simulated.turns import (
+    Messages,
+    ResponsesBody,
+    TextConfig,
+    chat_of,
+    messages_of,
+    name,
+    opening,
+    response_body,
+)
 
 KEPT = 1024
 """Answers that an engine remembers."""
@@ -47,44 +45,6 @@ _FUNCTION = (
     "output_schema",
 )  # fmt: skip
 _REASONING = ("context", "effort", "generate_summary", "mode", "summary")
-
-Messages = list[dict[str, Any]]
-
-
-def _named_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    if tool.get("type") == "function" and not isinstance(tool.get("name"), str):
-        raise ValueError("a function has a name")
-    return tool
-
-
-class TextConfig(BaseModel):
-    format: dict[str, Any] | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
-
-
-class ResponsesBody(Sampling):
-    input: str | list[dict[str, Any]]
-    background: bool | None = False
-    include: list[str] | None = None
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    max_tool_calls: int | None = None
-    metadata: dict[str, str] | None = None
-    parallel_tool_calls: bool | None = True
-    previous_response_id: str | None = None
-    reasoning: dict[str, Any] | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] = "auto"
-    store: bool | None = True
-    text: TextConfig | None = None
-    tool_choice: str | dict[str, Any] = "auto"
-    tools: list[Annotated[dict[str, Any], AfterValidator(_named_tool)]] = Field(default_factory=list)
-    top_logprobs: int | None = 0
-    truncation: Literal["auto", "disabled"] | None = "disabled"
-    request_id: str = Field(default_factory=lambda: _name("resp"))
-    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
-    structured_outputs: Structured | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -125,19 +85,25 @@ class Responses:
         self._store: OrderedDict[str, Kept] = OrderedDict()
 
     async def create(self, request: Request) -> Response:
-        body = _checked(await json_body(request))
-        adapter = self._desk.adapter(body.model)
-        before = None if body.previous_response_id is None else self._kept(body.previous_response_id)
-        messages = [*_opening(body, before), *_messages(body.input)]
-        ask = _ask(body, messages, parses_tools=self._parses_tools)
-        tokens, _ = self._desk.chat_tokens(_chat(body, messages))
-        self._check_room(len(tokens))
-        prompt = self._desk.prompts([tokens], ask, adapter)[0]
+        body = response_body(await json_body(request))
+        ask, messages, prompt = self._asked(body)
         made = Made(body, ask.model or self._desk.model.names[0], prompt.max_tokens, int(time.time()))
         if body.background:
             return self._in_background(made, messages, prompt)
         form = ResponsesForm(made, lambda response: self._keep(body, response, messages))
         return await self._desk.answer(request, [prompt], form, stream=ask.stream)
+
+    async def render(self, request: Request) -> Response:
+        raw = await json_body(request)
+        body = response_body(raw)
+        self._desk.adapter(body.model)
+        if body.previous_response_id is not None:
+            message = "previous_response_id is not supported by the stateless render endpoint."
+            raise Refusal(message, "previous_response_id", kind="invalid_request_error")
+        ask, _, prompt = self._asked(body)
+        told = generate_body(body.request_id, raw, ask, prompt, extra_args={})
+        left = {name: value for name, value in (body.kv_transfer_params or {}).items() if name != "prompt_token_ids"}
+        return as_json(told | {"kv_transfer_params": None if body.kv_transfer_params is None else left})
 
     async def retrieve(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -157,6 +123,19 @@ class Responses:
         if kept.task is not None:
             kept.task.cancel()
         return as_json(kept.response)
+
+    def _asked(self, body: ResponsesBody) -> tuple[Ask, Messages, Prompt]:
+        """What is asked for, all messages, and the prompt. Raises `Refusal`."""
+        adapter = self._desk.adapter(body.model)
+        said, output = [], []
+        if body.previous_response_id is not None:
+            before = self._kept(body.previous_response_id)
+            said, output = before.messages, before.response["output"]
+        messages = [*opening(body.instructions, said, output), *messages_of(body.input)]
+        ask = _ask(body, messages, parses_tools=self._parses_tools)
+        tokens, exact = self._desk.chat_tokens(chat_of(body, messages))
+        self._check_room(len(tokens))
+        return ask, messages, self._desk.prompts([tokens], ask, adapter, exact=exact)[0]
 
     def _check_room(self, prompt: int) -> None:
         limit = self._desk.model.max_model_len
@@ -260,9 +239,9 @@ class ResponsesForm:
     def whole(self, choices: Sequence[Chosen]) -> dict[str, Any]:
         choice = choices[0]
         call = called(choice)
-        output = [_called_item(call, _name("fc"), call_id(), "completed")] if call is not None else []
+        output = [_called_item(call, name("fc"), call_id(), "completed")] if call is not None else []
         if call is None and choice.text:
-            output = [_message(_name("msg"), choice.text)]
+            output = [_message(name("msg"), choice.text)]
         return self.finished(choice.generation, output, len(choice.token_ids))
 
     def stream(self, generations: Sequence[Generation]) -> "ResponseEvents":
@@ -310,7 +289,7 @@ class ResponseEvents:
     def _calling(self, call: Call, before: int) -> list[bytes]:
         events: list[bytes] = []
         if before < call.named <= len(self._text):
-            self._item = _name("fc")
+            self._item = name("fc")
             item = _called_item(replace(call, arguments=""), self._item, self._call_id, "in_progress")
             events.append(self._event("response.output_item.added", {"item": item, "output_index": 0}))
         if piece := call.piece(before, len(self._text)):
@@ -319,7 +298,7 @@ class ResponseEvents:
         return events
 
     def _open(self, prefix: str, item: Callable[[str, str], dict[str, Any]]) -> list[bytes]:
-        self._item = _name(prefix)
+        self._item = name(prefix)
         begun = {**item(self._item, ""), "status": "in_progress"}
         added = self._event("response.output_item.added", {"item": begun, "output_index": 0})
         part = {**_output_text(""), "logprobs": []}
@@ -356,30 +335,9 @@ class ResponseEvents:
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps(told))
 
 
-def _checked(body: dict[str, Any]) -> ResponsesBody:
-    """Raises `Refusal`."""
-    check_salt(body.get("cache_salt"))
-    if body.get("background") and not body.get("store", True):
-        raise Refusal.of("background", "background can only be used when `store` is true")
-    if body.get("prompt") is not None:
-        raise Refusal.of("prompt", "prompt template is not supported")
-    _check_choice(body)
-    return checked(ResponsesBody, body)
-
-
-def _check_choice(body: Mapping[str, Any]) -> None:
-    tools, choice = body.get("tools") or [], body.get("tool_choice", "auto")
-    if choice == "required" and not tools:
-        raise Refusal.of("tool_choice", "Tool choice 'required' must be specified with 'tools' parameter.")
-    if not isinstance(choice, dict) or choice.get("type") not in ("function", "custom"):
-        return
-    if choice.get("name") not in [tool.get("name") for tool in tools if isinstance(tool, dict)]:
-        raise Refusal.of("tool_choice", "Tool choice 'function' not found in 'tools' parameter.")
-
-
 def _ask(body: ResponsesBody, messages: Messages, *, parses_tools: bool) -> Ask:
     ask = sampled(body, chat=True, max_tokens=body.max_output_tokens, echo=False)
-    tool = tool_due(_chat(body, messages)) if parses_tools else None
+    tool = tool_due(chat_of(body, messages)) if parses_tools else None
     return replace(ask, wanted=tool or _form(body), limit_field="max_output_tokens")
 
 
@@ -392,89 +350,6 @@ def _form(body: ResponsesBody) -> Wanted | None:
     if form.get("type") == "json_schema":
         return Wanted(schema=form.get("schema") or ANY_OBJECT)
     return Wanted(schema=ANY_OBJECT) if form.get("type") == "json_object" else None
-
-
-def _chat(body: ResponsesBody, messages: Messages) -> dict[str, Any]:
-    """The chat's body whose template is rendered."""
-    chat: dict[str, Any] = {"messages": messages}
-    if tools := [_chat_tool(tool) for tool in body.tools if tool.get("type") == "function"]:
-        choice = body.tool_choice
-        named = isinstance(choice, dict) and choice.get("type") == "function"
-        chat |= {"tools": tools, "tool_choice": _named(choice) if named else choice}
-    effort = (body.reasoning or {}).get("effort")
-    if effort is not None:
-        chat["reasoning_effort"] = effort
-    if body.chat_template_kwargs is not None:
-        chat["chat_template_kwargs"] = body.chat_template_kwargs
-    return chat
-
-
-def _named(choice: str | dict[str, Any]) -> dict[str, Any]:
-    assert isinstance(choice, dict)
-    return {"type": "function", "function": {"name": choice.get("name")}}
-
-
-def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
-
-
-def _opening(body: ResponsesBody, before: Kept | None) -> Messages:
-    """The instructions and what was said before."""
-    opening: Messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    if before is None:
-        return opening
-    opening += [message for message in before.messages if message.get("role") != "system"]
-    for item in before.response["output"]:
-        if item["type"] == "message":
-            opening += [{"role": "assistant", "content": part["text"]} for part in item["content"]]
-    return opening
-
-
-def _messages(given: str | Sequence[dict[str, Any]]) -> Messages:
-    """The messages of an input. What an assistant says, calls and thinks in a row is one message. Raises `Refusal`."""
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    messages: Messages = []
-    for item in given:
-        message = _message_of(item)
-        last = messages[-1] if messages else {}
-        if message["role"] == last.get("role") == "assistant" and _joined(last, message):
-            continue
-        messages.append(message)
-    return messages
-
-
-def _joined(last: dict[str, Any], more: dict[str, Any]) -> bool:
-    """Whether a part of an assistant's message had a place in the one before."""
-    if "tool_calls" in more:
-        last["tool_calls"] = [*last.get("tool_calls", ()), *more["tool_calls"]]
-        return True
-    part = next((name for name in ("reasoning", "content") if name in more), None)
-    if part is None or last.get(part) is not None:
-        return False
-    last[part] = more[part]
-    return True
-
-
-def _message_of(item: dict[str, Any]) -> dict[str, Any]:
-    kind = item.get("type")
-    if kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        return {
-            "role": "assistant",
-            "tool_calls": [{"id": item.get("call_id"), "type": "function", "function": function}],
-        }
-    if kind == "function_call_output":
-        return {"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")}
-    if kind == "reasoning":
-        parts = item.get("content") or item.get("summary") or [{"text": ""}]
-        return {"role": "assistant", "reasoning": parts[0].get("text", "")}
-    if "role" not in item:
-        raise Refusal.of("input", f"Unsupported input item type: {kind}")
-    content = item.get("content")
-    if item["role"] == "assistant" and isinstance(content, list) and content:
-        content = content[0].get("text")
-    return {"role": item["role"], "content": content}
 
 
 def _echoed_choice(body: ResponsesBody) -> object:
@@ -502,10 +377,6 @@ def _echoed_text(text: TextConfig | None) -> dict[str, Any] | None:
 def _filled(given: dict[str, Any] | None, names: Sequence[str]) -> dict[str, Any] | None:
     """With every field, in this order, those that were not given null."""
     return None if given is None else {**{name: given.get(name) for name in names}, **given}
-
-
-def _name(prefix: str) -> str:
-    return f"{prefix}_{uuid.uuid4().hex[:16]}"
 
 
 def _output_text(text: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as Backend
 
 from connector.blocks import Adapter
 from connector.errors import Inexact
+from connector.render import Rules
 from connector.simulated.answers import Chosen, Form, Heading
 from connector.simulated.ask import Ask, Refusal, check_limits, flattened, malformed
 from connector.simulated.engine import Answering, Engine, Prompt
@@ -27,6 +28,20 @@ from connector.tokens import Tokenizer
 
 VERSION = "0.32.0"
 MAX_ID = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """How an engine was started, as far as its routes tell it."""
+
+    version: str = VERSION
+    """The version of vLLM that it says it is."""
+    parses_tools: bool = True
+    """vLLM's --enable-auto-tool-choice and --tool-call-parser."""
+    scale_out: bool = False
+    """--enable-scale-out."""
+    dev_mode: bool = False
+    """VLLM_SERVER_DEV_MODE=1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +67,13 @@ class Model:
         max_model_len: int | None = None,
         adapters: Sequence[Adapter] = (),
         seed: int = 0,
+        template: str | None = None,
     ) -> "Model":
-        """From a folder with tokenizer.json and config.json. Raises `NoTokenizer` or `NoWords`."""
-        tokenizer = Tokenizer(folder)
+        """From a folder with tokenizer.json and config.json; `template` is another chat template than the folder's.
+
+        Raises `NoTokenizer` or `NoWords`.
+        """
+        tokenizer = Tokenizer(folder, Rules(template=template))
         backend = Backend.from_file(str(folder / "tokenizer.json"))
         config = _config(folder)
         eos = config.get("eos_token_id")
@@ -74,16 +93,16 @@ class Model:
 class Desk:
     """Where requests become prompts, and what the engine says becomes answers."""
 
-    def __init__(self, model: Model, engine: Engine) -> None:
+    def __init__(self, model: Model, engine: Engine, version: str = VERSION) -> None:
         self.model = model
         self.engine = engine
         self.open = 0
         """Answers that are being given."""
-        self._fingerprint = f"vllm-{VERSION}-{uuid.uuid5(uuid.NAMESPACE_URL, str(model.folder)).hex[:8]}"
+        self._fingerprint = f"vllm-{version}-{uuid.uuid5(uuid.NAMESPACE_URL, str(model.folder)).hex[:8]}"
 
     def heading(self, request: Request, model: str | None) -> Heading:
         return Heading(
-            request_id=request_id(request) or uuid.uuid4().hex[:16],
+            request_id=new_id(request),
             created=int(time.time()),
             model=model or self.model.names[0],
             fingerprint=self._fingerprint,
@@ -284,6 +303,11 @@ def check_rank(request: Request) -> None:
 
 def request_id(request: Request) -> str | None:
     return request.headers.get("x-request-id", "")[:MAX_ID] or None
+
+
+def new_id(request: Request) -> str:
+    """What an answer is called by: the client's name for its request, or one that is made up."""
+    return request_id(request) or uuid.uuid4().hex[:16]
 
 
 def as_json(data: object) -> Response:

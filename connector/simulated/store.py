@@ -91,6 +91,11 @@ class Store:
         code = await self._call(lambda: self._client.put_batch(new, [VALUE] * len(new)), -1)
         return missing if code == 0 else []
 
+    async def clear(self) -> bool:
+        """Remove every object of the pool, whoever put it there."""
+        removed = await self._call(lambda: self._client.remove_all(True), -1)
+        return removed >= 0
+
     async def _exist(self, keys: list[str]) -> list[int] | None:
         answer: list[int] | None = await self._call(lambda: self._client.batch_is_exist(keys), None)
         return answer

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from connector import vllm as module
 from connector.errors import BadAnswer, Disconnected, TimedOut, Unreachable, WireError
-from connector.vllm import CacheFacts, Card, EngineControl, Load
+from connector.vllm import CacheFacts, Card, EngineControl, EventSource, Load
 from tests.connector.peer import Line, Peer, Script, answers, free_port, hold, listen, ok, once
 
 CARDS: list[dict[str, Any]] = [
@@ -352,3 +353,103 @@ def test_the_errors_of_httpx_are_all_there() -> None:
     assert len(FOREIGN) > 20
     roots = {kind.__mro__[-4] if kind.__mro__[-4] is not RuntimeError else kind.__mro__[-5] for kind in FOREIGN}
     assert {root.__name__ for root in roots} == {"HTTPError", "InvalidURL", "CookieConflict", "StreamError"}
+
+
+# version, event sources, what is open, calibration
+
+SOURCES: dict[str, dict[str, Any]] = {
+    "0": {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": "tcp://*:5557",
+        "replay_endpoint": None,
+        "buffer_steps": 10_000,
+        "hwm": 100_000,
+        "max_queue_size": 100_000,
+        "topic": "",
+    }
+}
+
+
+async def test_the_version() -> None:
+    async with controlled(answers(ok(b'{"version":"0.32.0"}'))) as (control, peer):
+        assert await control.version() == "0.32.0"
+    assert [request.target for request in peer.requests] == ["/version"]
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"version":null}', b'{"version":32}', b'"0.32.0"'])
+async def test_what_is_no_version(body: bytes) -> None:
+    async with controlled(answers(ok(body))) as (control, _):
+        with pytest.raises(BadAnswer, match="/version"):
+            await control.version()
+
+
+async def test_the_event_sources_of_each_rank() -> None:
+    said = SOURCES | {"1": SOURCES["0"] | {"publisher": "null", "replay_endpoint": "tcp://*:5600", "topic": "kv"}}
+    async with controlled(answers(ok(orjson.dumps(said)), ok(b"{}"))) as (control, _):
+        assert await control.event_sources() == {
+            0: EventSource(True, "tcp://*:5557", None, "", 10_000),
+            1: EventSource(False, "tcp://*:5557", "tcp://*:5600", "kv", 10_000),
+        }
+        assert await control.event_sources() == {}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [[], None, {"x": SOURCES["0"]}, {"0": None}, {"0": {}}, {"0": SOURCES["0"] | {"endpoint": 7}},
+     {"0": SOURCES["0"] | {"replay_endpoint": 7}}, {"0": SOURCES["0"] | {"buffer_steps": "many"}}],
+)  # fmt: skip
+async def test_what_are_no_event_sources(said: object) -> None:
+    async with controlled(answers(ok(orjson.dumps(said)))) as (control, _):
+        with pytest.raises(BadAnswer, match="/kv_event_sources"):
+            await control.event_sources()
+
+
+@pytest.mark.parametrize(("status", "on"), [(b"405 Method Not Allowed", True), (b"404 Not Found", False)])
+async def test_dev_mode_is_seen_without_using_it(status: bytes, *, on: bool) -> None:
+    async with controlled(answers(ok(b"{}", status=status))) as (control, peer):
+        assert await control.dev_mode() is on
+    assert [(request.method, request.target) for request in peer.requests] == [("GET", "/reset_prefix_cache")]
+
+
+@pytest.mark.parametrize(("status", "on"), [(b"400 Bad Request", True), (b"403 Forbidden", False), (b"404 X", False)])
+async def test_scale_out_is_seen_without_a_prompt(status: bytes, *, on: bool) -> None:
+    async with controlled(answers(ok(b"{}", status=status))) as (control, peer):
+        assert await control.scale_out() is on
+    assert peer.requests[0].body == b"{}"
+
+
+@pytest.mark.parametrize("status", [b"200 OK", b"401 Unauthorized", b"500 Oh"])
+async def test_what_says_neither_yes_nor_no(status: bytes) -> None:
+    async with controlled(answers(ok(b"{}", status=status))) as (control, _):
+        for question in (control.dev_mode, control.scale_out):
+            with pytest.raises(BadAnswer, match=status[:3].decode()):
+                await question()
+        if status != b"200 OK":
+            with pytest.raises(BadAnswer, match=status[:3].decode()):
+                await control.event_sources()
+
+
+async def test_a_question_and_its_answer_whatever_the_status() -> None:
+    said = (ok(b'{"choices":[]}'), ok(b'{"error":{}}', status=b"400 No"), ok(b"oh"))
+    async with controlled(answers(*said)) as (control, peer):
+        assert await control.ask("/v1/completions", {"prompt": [1, 2]}) == (200, {"choices": []})
+        assert await control.ask("/v1/completions", {}) == (400, {"error": {}})
+        with pytest.raises(BadAnswer, match="no JSON"):
+            await control.ask("/v1/completions", {})
+    assert (peer.requests[0].method, peer.requests[0].body) == ("POST", b'{"prompt":[1,2]}')
+    assert peer.requests[0].headers["content-type"] == "application/json"
+
+
+async def test_a_question_has_a_deadline_of_its_own() -> None:
+    async with controlled(hold, limit=60) as (control, _):
+        with pytest.raises(TimedOut) as caught:
+            await control.ask("/v1/completions", {}, deadline=0.05)
+    assert caught.value.limit == 0.05
+
+
+async def test_an_answer_that_is_too_large_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_ANSWER", 10)
+    async with controlled(answers(ok(b'{"version":"0.32.0"}'))) as (control, _):
+        with pytest.raises(BadAnswer, match="larger than 10 bytes"):
+            await control.version()

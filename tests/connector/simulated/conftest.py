@@ -14,10 +14,11 @@ from connector.simulated.app import Api
 from connector.simulated.engine import Engine, Events, Pool, Settings
 from connector.simulated.metrics import Metrics
 from connector.simulated.model import NAME, make
-from connector.simulated.serving import Model
+from connector.simulated.serving import Flags, Model
 from connector.simulated.timing import Speed
 
 BLOCK = 16
+NO_TOOLS = Flags(parses_tools=False)
 ADAPTER = Adapter("legal", "/adapters/legal")
 
 Run = Callable[..., Any]
@@ -44,7 +45,8 @@ def run(sim_model: Model) -> Run:
         pool: Pool | None = None,
         events: Events | None = None,
         speed: Speed | None = None,
-        parses_tools: bool = False,
+        sources: dict[str, object] | None = None,
+        flags: Flags = NO_TOOLS,
         **changes: Any,
     ) -> AsyncIterator[tuple[httpx.AsyncClient, Engine]]:
         scheme = HashScheme(Algorithm.SHA256_CBOR, BLOCK)
@@ -52,7 +54,7 @@ def run(sim_model: Model) -> Run:
         settings = replace(settings, **changes)
         metrics = Metrics("tiny", BLOCK, settings.blocks, scheme.algorithm)
         async with Engine(settings, metrics, pool=pool, events=events) as engine:
-            transport = httpx.ASGITransport(Api(sim_model, engine, parses_tools=parses_tools).app())
+            transport = httpx.ASGITransport(Api(sim_model, engine, sources, flags).app())
             async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
                 yield client, engine
 
@@ -75,3 +77,7 @@ class OnePool:
         new = [place for place, block in enumerate(hashes) if block not in self.there]
         self.there.update(hashes)
         return new
+
+    async def clear(self) -> bool:
+        self.there.clear()
+        return True
