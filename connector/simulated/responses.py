@@ -101,9 +101,7 @@ class Responses:
             message = "previous_response_id is not supported by the stateless render endpoint."
             raise Refusal(message, "previous_response_id", kind="invalid_request_error")
         ask, _, prompt = self._asked(body)
-        told = generate_body(body.request_id, raw, ask, prompt, extra_args={})
-        left = {name: value for name, value in (body.kv_transfer_params or {}).items() if name != "prompt_token_ids"}
-        return as_json(told | {"kv_transfer_params": None if body.kv_transfer_params is None else left})
+        return as_json(generate_body(body.request_id, raw, ask, prompt, response=True))
 
     async def retrieve(self, request: Request) -> Response:
         name = request.path_params["name"]

@@ -36,9 +36,12 @@ async def closed(_: Request) -> Response:
 
 
 def generate_body(
-    name: str, body: Mapping[str, Any], ask: Ask, prompt: Prompt, **sampling: object
+    name: str, body: Mapping[str, Any], ask: Ask, prompt: Prompt, *, response: bool = False
 ) -> dict[str, object]:
-    """What /inference/v1/generate would take for this prompt; `sampling` goes into the sampling parameters."""
+    """What /inference/v1/generate would take for this prompt; of a `response` it is said what is transferred."""
+    given = body.get("kv_transfer_params")
+    left = {field: value for field, value in (given or {}).items() if field != "prompt_token_ids"}
+    extra = {"kv_transfer_params": left} if left else {}
     options = {"include_usage": ask.include_usage, "continuous_usage_stats": ask.continuous_usage}
     return {
         "request_id": name,
@@ -46,7 +49,7 @@ def generate_body(
         "token_offsets": None,
         "features": None,
         "content_parts": None,
-        "sampling_params": _sampling(body, ask, prompt.max_tokens, sampling),
+        "sampling_params": _sampling(body, ask, prompt.max_tokens, {"extra_args": extra} if extra or response else {}),
         "model": ask.model,
         "reasoning_ended": None,
         "reasoning_parser_kwargs": None,
@@ -56,7 +59,7 @@ def generate_body(
         "stream_options": options if ask.stream and body.get("stream_options") else None,
         "cache_salt": ask.salt,
         "priority": body.get("priority") or 0,
-        "kv_transfer_params": None,
+        "kv_transfer_params": left if response and given is not None else None,
         "ec_transfer_params": None,
     }
 
@@ -64,13 +67,13 @@ def generate_body(
 def _sampling(body: Mapping[str, Any], ask: Ask, limit: int, more: Mapping[str, object]) -> dict[str, object]:
     """Fields at their defaults are left out, but for some."""
 
-    def given(name: str, default: object) -> object:
+    def given(name: str, default: float) -> float:
         value = body.get(name)
-        return default if value is None else value
+        return default if value is None else float(value)
 
-    params = {name: given(name, default) for name, default in _DEFAULTS.items()}
-    if float(str(params["temperature"])) >= _GREEDY:
-        params |= {"top_p": given("top_p", 1.0), "top_k": given("top_k", 0), "min_p": given("min_p", 0.0)}
+    params: dict[str, object] = {name: given(name, default) for name, default in _DEFAULTS.items()}
+    if given("temperature", 1.0) >= _GREEDY:
+        params |= {"top_p": given("top_p", 1.0), "top_k": int(given("top_k", 0)), "min_p": given("min_p", 0.0)}
     params |= {"seed": ask.seed, "stop": list(ask.stop), "stop_token_ids": sorted(ask.stop_token_ids)}
     params |= {"ignore_eos": ask.ignore_eos, "max_tokens": limit, "min_tokens": ask.min_tokens}
     params |= {"output_kind": 1 if ask.stream else 2, "skip_clone": True, **more}

@@ -11,6 +11,8 @@ import orjson
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+MESSAGES = "/v1/messages"
+RESPONSES = "/v1/responses"
 JSON = {"content-type": "application/json"}
 USER = [{"role": "user", "content": "what is a block?"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
@@ -39,6 +41,14 @@ def chat(**fields: object) -> dict[str, Any]:
 
 def completion(**fields: object) -> dict[str, Any]:
     return {"model": "tiny", "prompt": "what is a block?", "temperature": 0, "max_tokens": 4} | fields
+
+
+def message(**fields: object) -> dict[str, Any]:
+    return {"model": "tiny", "messages": USER, "max_tokens": 4} | fields
+
+
+def response(**fields: object) -> dict[str, Any]:
+    return {"model": "tiny", "input": "what is a block?", "max_output_tokens": 4} | fields
 
 
 def _typed(name: str, param: str, **fields: object) -> Refused:
