@@ -8,8 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
+from connector.vllm import EngineControl
 from gateway.processes import Child
-from tests.connector.simulated.exchanges import ANSWERED, REFUSED, STREAMED, Refused, shape, stream_shape
+from tests.connector.simulated.exchanges import ANSWERED, REFUSED, STREAMED, Refused, prompt_tokens, shape, stream_shape
 
 from .ask import post
 from .stack import Pool, free_port, inherited
@@ -49,7 +50,7 @@ def test_answers_have_the_same_shape(pool: Pool, simulated: str, path: str, body
     assert (real.status, ours.status) == (200, 200)
     assert shape(ours.data) == shape(real.data)
     if "usage" in real.data:
-        assert ours.usage["prompt_tokens"] == real.usage["prompt_tokens"]
+        assert prompt_tokens(ours.usage) == prompt_tokens(real.usage)
 
 
 @pytest.mark.parametrize(("path", "body"), [case[1:] for case in STREAMED], ids=[case[0] for case in STREAMED])
@@ -61,10 +62,33 @@ def test_streams_have_the_same_shape(pool: Pool, simulated: str, path: str, body
     assert stream_shape(contents[1]) == stream_shape(contents[0])
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/version", "/load"])
+@pytest.mark.parametrize("path", ["/v1/models", "/version", "/load", "/kv_event_sources"])
 def test_what_is_read_has_the_same_shape(pool: Pool, simulated: str, path: str) -> None:
     real, ours = (httpx.get(url + path, trust_env=False).json() for url in (pool.urls[0], simulated))
     assert shape(ours) == shape(real)
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/is_sleeping", "/reset_prefix_cache"])
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_what_dev_mode_would_serve_is_not_there(pool: Pool, simulated: str, method: str, path: str) -> None:
+    real, ours = (httpx.request(method, url + path, trust_env=False) for url in (pool.urls[0], simulated))
+    assert (ours.status_code, ours.json()) == (real.status_code, real.json()) == (404, {"detail": "Not Found"})
+
+
+async def test_what_is_asked_of_an_engine_is_answered_alike(pool: Pool, simulated: str) -> None:
+    for url in (pool.urls[0], simulated):
+        control = EngineControl(url)
+        try:
+            assert await control.version() == "0.32.0"
+            assert await control.event_sources() == {}
+            assert not await control.dev_mode()
+            assert not await control.scale_out()
+            status, answer = await control.ask(
+                "/v1/completions", {"prompt": [10, 11], "max_tokens": 1, "return_token_ids": True}
+            )
+            assert (status, answer["choices"][0]["prompt_token_ids"]) == (200, [10, 11])
+        finally:
+            await control.close()
 
 
 def test_what_is_measured_has_the_same_names_and_labels(pool: Pool, simulated: str) -> None:

@@ -13,6 +13,12 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 MESSAGES = "/v1/messages"
 RESPONSES = "/v1/responses"
+SCALE_OUT = (
+    *(f"{path}/render" for path in (CHAT, COMPLETIONS, MESSAGES, RESPONSES)),
+    *(f"{path}/derender" for path in (CHAT, COMPLETIONS)),
+    "/inference/v1/generate",
+    "/inference/v1/abort_requests",
+)
 JSON = {"content-type": "application/json"}
 USER = [{"role": "user", "content": "what is a block?"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
@@ -125,6 +131,11 @@ REFUSED = [
     Refused("a list", CHAT, [1], kind="Bad Request", param="body"),
     Refused("wrong content type", CHAT, chat(), kind="Bad Request", headers=(("content-type", "text/plain"),)),
     Refused("no content type", CHAT, chat(), kind="Bad Request", headers=()),
+    Refused("ids of its own, no list, responses", RESPONSES,
+            response(kv_transfer_params={"prompt_token_ids": []}), param="kv_transfer_params.prompt_token_ids"),
+    Refused("ids of its own, unknown, responses", RESPONSES,
+            response(kv_transfer_params={"prompt_token_ids": [99_999]}), param="kv_transfer_params.prompt_token_ids"),
+    *(Refused(f"closed, {path}", path, {}, 403, "PermissionDeniedError") for path in SCALE_OUT),
     Refused("tokenize nothing", "/tokenize", {"model": "tiny"}, kind="Bad Request", param="body.prompt"),
     Refused("detokenize nothing", "/detokenize", {"model": "tiny"}, kind="Bad Request", param="body.tokens"),
 ]  # fmt: skip
@@ -152,6 +163,12 @@ ANSWERED: list[tuple[str, str, dict[str, Any]]] = [
     ("completion, several ids", COMPLETIONS, completion(prompt=[[10, 11], [12]], return_token_ids=True)),
     ("completion, near the limit", COMPLETIONS, completion(prompt=[10] * 8190)),
     ("completion, salted", COMPLETIONS, completion(cache_salt="ok")),
+    ("messages", MESSAGES, message()),
+    ("messages, system", MESSAGES, message(system="be short")),
+    ("messages, ids of its own", MESSAGES, message(kv_transfer_params={"prompt_token_ids": [10, 11]})),
+    ("responses", RESPONSES, response()),
+    ("responses, instructions", RESPONSES, response(instructions="be short")),
+    ("responses, ids of its own", RESPONSES, response(kv_transfer_params={"prompt_token_ids": [10, 11]})),
     ("tokenize", "/tokenize", {"model": "tiny", "prompt": "a block"}),
     ("tokenize, strings", "/tokenize", {"prompt": "a block", "return_token_strs": True}),
     ("tokenize, chat", "/tokenize", {"model": "tiny", "messages": USER}),
@@ -170,6 +187,12 @@ STREAMED: list[tuple[str, str, dict[str, Any]]] = [
     ("completion, ids", COMPLETIONS, completion(return_token_ids=True)),
     ("completion, several", COMPLETIONS, completion(prompt=["one", "two"], max_tokens=1, stream_options=USAGE)),
 ]
+
+
+def prompt_tokens(usage: dict[str, Any]) -> int:
+    """The prompt's tokens as any of the dialects counts them."""
+    names = ("prompt_tokens", "input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+    return sum(usage.get(name, 0) for name in names)
 
 
 def shape(value: Any) -> Any:
