@@ -110,9 +110,9 @@ class EngineControl:
 
     async def version(self) -> str | None:
         """The version of vLLM, such as `0.32.0`; None from an engine that does not tell."""
-        answer = await self._get("/version")
+        _, body = await self._send("GET", "/version")
         try:
-            version = orjson.loads(answer.content)["version"]
+            version = orjson.loads(body)["version"]
         except (ValueError, KeyError, TypeError):
             return None
         return version if isinstance(version, str) else None
@@ -135,17 +135,6 @@ class EngineControl:
             return _cache_facts(labels), _load(values)
         except (ValueError, ArithmeticError, LookupError) as error:
             raise BadAnswer(self._origin, "its /metrics is not in Prometheus' format") from error
-
-    async def version(self) -> str:
-        """The version of vLLM, such as `0.32.0`."""
-        status, body = await self._send("GET", "/version")
-        try:
-            version = orjson.loads(body)["version"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise BadAnswer(self._origin, f"its /version ({status}) tells none") from error
-        if status != 200 or not isinstance(version, str):
-            raise BadAnswer(self._origin, f"its /version ({status}) tells none")
-        return version
 
     async def event_sources(self) -> Mapping[int, EventSource]:
         """How each data parallel rank publishes KV events; empty where none does (/kv_event_sources)."""

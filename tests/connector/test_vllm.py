@@ -371,19 +371,6 @@ SOURCES: dict[str, dict[str, Any]] = {
 }
 
 
-async def test_the_version() -> None:
-    async with controlled(answers(ok(b'{"version":"0.32.0"}'))) as (control, peer):
-        assert await control.version() == "0.32.0"
-    assert [request.target for request in peer.requests] == ["/version"]
-
-
-@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"version":null}', b'{"version":32}', b'"0.32.0"'])
-async def test_what_is_no_version(body: bytes) -> None:
-    async with controlled(answers(ok(body))) as (control, _):
-        with pytest.raises(BadAnswer, match="/version"):
-            await control.version()
-
-
 async def test_the_event_sources_of_each_rank() -> None:
     said = SOURCES | {"1": SOURCES["0"] | {"publisher": "null", "replay_endpoint": "tcp://*:5600", "topic": "kv"}}
     async with controlled(answers(ok(orjson.dumps(said)), ok(b"{}"))) as (control, _):
