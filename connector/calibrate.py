@@ -295,12 +295,6 @@ class Sample:
         }
 
 
-class _Ended(Exception):
-    def __init__(self, kind: Kind, detail: str, fix: str = "") -> None:
-        super().__init__(detail)
-        self.finding = Finding(kind, detail, fix)
-
-
 async def calibrate(
     engine: Asked,
     model: str,
@@ -324,24 +318,26 @@ async def calibrate(
     length = min(room, TRIED_BLOCKS * max((way.scheme.block_size for way in ways), default=0) + 1)
     if not ways or ways[0].kinds:
         return Finding("refused", f"takes {max_tokens} tokens, less than a block of {believed.block_size}")
+    sample = await send(engine, model, length)
+    if isinstance(sample, Finding):
+        return sample
     try:
-        sample = await _sent(engine, model, length)
         return await _seen(sample, ways, pool, keys, deadline)
-    except _Ended as ended:
-        return ended.finding
+    except WireError as error:
+        return Finding("pool_unreachable", f"is of a pool whose master fails: {error.detail}", "see pools[].admin")
 
 
-async def _sent(engine: Asked, model: str, length: int) -> Sample:
-    """A sample that the engine has answered."""
+async def send(engine: Asked, model: str, length: int) -> Sample | Finding:
+    """A prompt of random ids that the engine has answered, or why there is none. Never raises."""
     for ids in IDS:
         sample = Sample.draw(length, ids)
         try:
             status, _ = await engine.ask("/v1/completions", sample.body(model))
         except WireError as error:
-            raise _Ended("unreachable", f"does not answer a prompt: {error.detail}", "see the engine's log") from error
+            return Finding("unreachable", f"does not answer a prompt: {error.detail}", "see the engine's log")
         if status == 200:
             return sample
-    raise _Ended(
+    return Finding(
         "refused", f"answers {status} to a prompt of {length} token ids", "see the engine's log, and engines[].api_key"
     )
 
@@ -349,25 +345,18 @@ async def _sent(engine: Asked, model: str, length: int) -> Sample:
 async def _seen(sample: Sample, ways: Sequence[Suspect], pool: Keys, keys: KeyScheme, deadline: float) -> Finding:
     """Wait for the sample's blocks under the believed keys and under those of all suspects."""
     firsts = {sample.first(way.scheme): way for way in reversed(ways)}
-    under = {key: way for first, way in firsts.items() for key in keys.keys(first)}
-    beyond = {key: way for first, way in firsts.items() for key in _further_ranks(keys, first)}
-    there: frozenset[str] = frozenset()
+    asked = [key for first in firsts for key in keys.keys(first)]
     try:
-        try:
-            async with asyncio.timeout(deadline):
-                while True:
-                    there = frozenset(await pool.resident([*under, *beyond]))
-                    for first, way in firsts.items():
-                        if there.issuperset(keys.keys(first)):
-                            more = frozenset(await pool.resident(_further_ranks(keys, first)))
-                            return _named(way, keys, _prefixes(more, first))
-                    await asyncio.sleep(PAUSE)
-        except TimeoutError:
-            return await _elsewhere(sample, ways, pool, keys, firsts)
-    except WireError as error:
-        raise _Ended(
-            "pool_unreachable", f"the pool's master does not answer: {error.detail}", "see pools[].admin"
-        ) from error
+        async with asyncio.timeout(deadline):
+            while True:
+                there = frozenset(await pool.resident(asked))
+                for first, way in firsts.items():
+                    if there.issuperset(keys.keys(first)):
+                        more = frozenset(await pool.resident(_further_ranks(keys, first)))
+                        return _named(way, keys, _prefixes(more, first))
+                await asyncio.sleep(PAUSE)
+    except TimeoutError:
+        return await _elsewhere(sample, ways, pool, keys, firsts)
 
 
 def _prefixes(keys: Collection[str], block: bytes) -> tuple[str, ...]:
@@ -413,7 +402,7 @@ async def _elsewhere(
     if not prefixes and not ways[0].scheme.exact:
         return random_root(ways[0].scheme)
     if not prefixes:
-        raise _Ended(
+        return Finding(
             "not_stored",
             "has put nothing into the pool that has a known name",
             "see that it has the MooncakeStoreConnector, kv_role kv_both or kv_producer, and the master of this pool; "
@@ -424,7 +413,7 @@ async def _elsewhere(
         (way for block, way in every.items() if min(prefixes) + block.hex() in shown), key=_distance, default=None
     )
     if way is None:
-        raise _Ended("unknown", "has put blocks into the pool that are gone again", "see whether the pool is full")
+        return Finding("unknown", "has put blocks into the pool that are gone again", "see whether the pool is full")
     block = sample.first(way.scheme)
     learned = _prefixes(await pool.resident([prefix + block.hex() for prefix in prefixes]), block)
     if set(learned) == set(keys.prefixes):

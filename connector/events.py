@@ -135,6 +135,12 @@ class Reported:
                 self._blocks.pop(_key(block), None)
 
 
+class Receives(Protocol):
+    """Takes in an engine's messages."""
+
+    def receive(self, frames: list[bytes]) -> None: ...
+
+
 class NoEvents(ConnectorError):
     """The address cannot be bound or connected to."""
 
@@ -158,7 +164,7 @@ class Subscription:
             self.close()
             raise NoEvents(f"no KV events can be had at {address}: {error}") from error
 
-    async def follow(self, held: Reported) -> None:
+    async def follow(self, held: Receives) -> None:
         """Read events for ever; cancel it to stop. Other work gets its turn after each message."""
         while True:
             held.receive(await self._socket.recv_multipart())

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from connector.calibrate import Asked
 from connector.errors import Inexact, WireError
 
+Kind = Literal["chat", "completion"]
 About = Literal["plain", "tools", "thinking", "open"]
 
 PLAIN_TEXT = "The pool holds 12 blocks, Größe 3.5 GB; each engine computes what is left (about 40 %)."
@@ -25,7 +26,7 @@ class Shape:
 
     name: str
     body: Mapping[str, Any]
-    kind: Literal["chat", "completion"] = "chat"
+    kind: Kind = "chat"
     about: About = "plain"
     """What it puts to the test. open: it has no generation prompt."""
 
@@ -167,7 +168,7 @@ class TextFinding:
         return self.kind == "agrees"
 
 
-Ours = Callable[[Literal["chat", "completion"], Mapping[str, Any]], Sequence[int]]
+Ours = Callable[[Kind, Mapping[str, Any]], Sequence[int]]
 """A body's ids as computed here; raises `Inexact`."""
 
 

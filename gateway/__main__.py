@@ -1,11 +1,13 @@
 """The `moongate` command."""
 
+import asyncio
 import gc
 import json
 import logging
 import resource
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,20 @@ from gateway import config
 from gateway.app import BadAuthority, BadTemplate, House, build
 from gateway.commands import NotInstalled
 from gateway.demo import DemoFailed, play
+from gateway.diagnosis import lines, tree
+from gateway.doctor import examine
 from gateway.processes import NotReady, cannot_listen
 from gateway.up import CannotStart, Stopped, Wanted, running, wait, welcome
 from policies.load import BadPolicy
+
+QUIET = 2.0
+"""Seconds after which the doctor tells of its progress."""
+
+
+class Unusable(click.ClickException):
+    """The doctor cannot begin; 1 is what it says of engines."""
+
+    exit_code = 2
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -74,6 +87,37 @@ def check(path: Path, as_json: bool) -> None:
     _build(settings, path)
     tree = config.masked(settings)
     click.echo(json.dumps(tree, indent=2) if as_json else yaml.safe_dump(tree, sort_keys=False), nl=as_json)
+
+
+@main.command(epilog="Example: moongate doctor moongate.yaml")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(0, 600, min_open=True),
+    default=10.0,
+    show_default=True,
+    help="Seconds for each answer, and for blocks to come up in the pool.",
+)
+def doctor(path: Path, as_json: bool, timeout: float) -> None:
+    """Ask everything a configuration names whether it does what the gateway believes, and say what to change.
+
+    Each engine gets some fifteen short prompts that are made for this. The exit status is 0 where all
+    agrees, 1 where something is wrong, 2 where the configuration cannot be used.
+    """
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        if time.monotonic() - began > QUIET:
+            click.echo(text, err=True)
+
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        report = asyncio.run(examine(config.load(path), patience=timeout, say=say))
+    except (config.ConfigError, NoTokenizer, BadAuthority) as error:
+        raise Unusable(str(error)) from error
+    click.echo(json.dumps(tree(report), indent=2) if as_json else "\n".join(lines(report)))
+    sys.exit(0 if report.healthy else 1)
 
 
 @main.command(epilog="Example: moongate up --engines 3, or moongate up --demo")

@@ -64,7 +64,7 @@ def build(settings: config.Config) -> House:
     tenants = _tenants(settings)
     fleet = _fleet(settings)
     pools = {name: Pool(name, Master(pool.admin, pool.deadline_ms / 1000)) for name, pool in settings.pools.items()}
-    models = {model.name: _model(model, pools) for model in settings.models}
+    models = {model.name: model_of(model, pools) for model in settings.models}
     cors = Cors(settings.listen.cors.origins)
     limits = Limits(time.monotonic)
     agreements = {name: Agreement(name, telemetry.checks, every=settings.self_check.audit_every) for name in models}
@@ -175,11 +175,11 @@ def _fleet(settings: config.Config) -> Fleet:
         ),
         poll=settings.engines.poll_seconds,
         clock=time.monotonic,
-        tls=_authorities(settings.engines.ca),
+        tls=authorities(settings.engines.ca),
     )
 
 
-def _authorities(path: Path | None) -> ssl.SSLContext | None:
+def authorities(path: Path | None) -> ssl.SSLContext | None:
     if path is None:
         return None
     try:
@@ -213,7 +213,7 @@ def _template(path: Path) -> str:
     return source
 
 
-def _model(model: config.Model, pools: dict[str, Pool]) -> Model:
+def model_of(model: config.Model, pools: dict[str, Pool]) -> Model:
     keys = model.keys
     return Model(
         name=model.name,

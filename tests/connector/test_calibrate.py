@@ -84,7 +84,7 @@ def test_an_event_names_the_way(
     everywhere = (adapter.name,) if adapter else ()
     extra = [everywhere + ((salt,) if salt else ()) or None, everywhere or None, everywhere or None]
     chain = Chain(
-        hashes, None, tokens, scheme.block_size, extra, adapter and 1, adapter.name if adapter is not None else None
+        hashes, None, tokens, scheme.block_size, extra, 1 if adapter else None, adapter.name if adapter else None
     )
     verdict = diagnose_event(stored(chain, Numbers(whole)), suspects(BELIEVED), adapter=adapter)
     assert verdict is not None

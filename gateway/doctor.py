@@ -1,0 +1,136 @@
+"""`moongate doctor`: does everything that a configuration names do what the gateway believes of it?
+
+    examine     asks masters, engines (gateway/examination.py) and their event endpoints, and answers with a Report
+    Report      checks, each of one subject and topic; gateway/diagnosis.py writes them for people
+
+What is dangerous is told as far as it shows from outside; `UNSEEN` says what does not.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from connector.blocks import hashing_of
+from connector.errors import WireError
+from connector.mooncake import Master
+from gateway import config
+from gateway.app import authorities, model_of
+from gateway.examination import Check, Examination, Level, Say, words_of
+from gateway.models import Pool
+
+AT_ONCE = 4
+"""Engines that are examined side by side."""
+UNSEEN = (
+    "kv_load_failure_policy (set it to recompute), lookup_async and lookup_rpc_port (one for each engine of a host)",
+    "PYTHONHASHSEED: it is found by trying, once a block is seen",
+    "who reaches the ports of engines, masters and events: none asks for a key, so try from where clients are",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was found."""
+
+    engines: Mapping[str, str]
+    """Engines by host:port, with the model that each serves."""
+    checks: tuple[Check, ...]
+    unseen: tuple[str, ...] = UNSEEN
+
+    @property
+    def healthy(self) -> bool:
+        return not any(check.level == "wrong" for check in self.checks)
+
+
+async def examine(settings: config.Config, *, patience: float, say: Say = lambda _: None) -> Report:
+    """Ask everything that the configuration names. `say` is told of the progress.
+
+    `patience` in seconds is for each answer, and for blocks to come up in the pool. Raises `NoTokenizer` and
+    `BadAuthority` for what is named and not there.
+    """
+    tls = authorities(settings.engines.ca)
+    pools = {name: Pool(name, Master(pool.admin, patience)) for name, pool in settings.pools.items()}
+    models = {model.name: model_of(model, pools) for model in settings.models}
+    words = {model.name: words_of(model) for model in settings.models}
+    examinations = [
+        Examination(engine, models[engine.model], words[engine.model], tls, patience, say)
+        for engine in settings.engines.static
+    ]
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def one(examination: Examination) -> None:
+        async with gate:
+            await examination.run()
+
+    try:
+        pool_checks = await asyncio.gather(*(_pool(pool, settings.pools[name].admin) for name, pool in pools.items()))
+        async with asyncio.TaskGroup() as group:
+            for examination in examinations:
+                group.create_task(one(examination))
+    finally:
+        for pool in pools.values():
+            pool.master.close()
+    checks = [*pool_checks, *(check for one in examinations for check in one.checks)]
+    for name in models:
+        checks += _alike(name, [one for one in examinations if one.model.name == name])
+    return Report({one.id: one.model.name for one in examinations}, tuple(checks))
+
+
+async def _pool(pool: Pool, urls: Sequence[str]) -> Check:
+    subject = f"pool {pool.name}"
+    try:
+        await pool.master.resident(["moongate-doctor"])
+    except WireError as error:
+        return Check(
+            subject,
+            "reachable",
+            "wrong",
+            "no",
+            f"no master answers at {' or '.join(urls)}: {error.detail}",
+            f"set pools.{pool.name}.admin to the Mooncake master's HTTP side (--metrics_port, not --rpc_port)",
+        )
+    return Check(subject, "reachable", "agrees", "yes")
+
+
+def _alike(model: str, engines: Sequence[Examination]) -> Iterator[Check]:
+    """Whether the engines of a model are alike where they share blocks."""
+    reached = [one for one in engines if one.card is not None]
+    subject = f"model {model}"
+    asked: tuple[tuple[str, Level, Callable[[Examination], object], str], ...] = (
+        ("block sizes", "wrong", lambda one: one.facts.block_size, "start all with one --block-size"),
+        ("hash algorithms", "wrong", lambda one: one.facts.algorithm, "start all with one --prefix-caching-hash-algo"),
+        ("ways to hash salts", "wrong", _tagging, "run all on vLLM 0.31 or newer"),
+        ("PYTHONHASHSEED", "wrong", _found_seed, "start all with one PYTHONHASHSEED, or all without"),
+        ("key prefixes", "wrong", _learned, "start all from one model folder name and with one cache_prefix"),
+        ("versions of vLLM", "warning", lambda one: one.facts.version, "run all on one version"),
+        ("lengths (max_model_len)", "warning", _length, "start all with one --max-model-len"),
+    )
+    for what, level, value, fix in asked:
+        by_value: dict[object, list[str]] = defaultdict(list)
+        for one in reached:
+            if (found := value(one)) is not None:
+                by_value[found].append(one.id)
+        if len(by_value) > 1:
+            told = "; ".join(f"{found} on {', '.join(ids)}" for found, ids in by_value.items())
+            yield Check(subject, "fleet", level, what, f"has engines of different {what}: {told}", fix)
+
+
+def _length(one: Examination) -> object:
+    return one.card.raw.get("max_model_len") if one.card is not None else None
+
+
+def _learned(one: Examination) -> object:
+    prefixes = one.finding.prefixes if one.finding is not None else ()
+    return " or ".join(sorted({prefix.partition("@tp_rank:")[0] for prefix in prefixes})) or None
+
+
+def _tagging(one: Examination) -> object:
+    """As a block showed it, else as its version does."""
+    shown = one.finding.scheme if one.finding is not None and one.finding.kind != "random_seed" else None
+    hashing = shown or (hashing_of(one.facts.version) if one.facts.version else None)
+    return None if hashing is None else "tagged" if hashing.tagged else "untagged"
+
+
+def _found_seed(one: Examination) -> object:
+    scheme = one.finding.scheme if one.finding is not None else None
+    return None if scheme is None else scheme.seed or "none"

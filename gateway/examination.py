@@ -1,0 +1,497 @@
+"""One engine, examined from the outside in: what it is, what it leaves open, what its prompts, keys and events show.
+
+Each engine gets a few prompts of a token's answer: chats of every kind, whose ids are compared with ours
+(connector/parity.py), and random ids, whose blocks must come up in the pool under the names that we
+compute (connector/calibrate.py) and in the engine's KV events. They are made here, with a salt of their own.
+"""
+
+import asyncio
+import json
+import ssl
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+from tokenizers import Tokenizer as Backend
+
+from connector.blocks import Adapter, HashScheme, hashing_of
+from connector.calibrate import (
+    DEADLINE,
+    Finding,
+    Suspect,
+    Verdict,
+    calibrate,
+    diagnose_event,
+    more_seeds,
+    random_root,
+    send,
+    suspects,
+)
+from connector.errors import Inexact, WireError
+from connector.events import NoEvents, Subscription
+from connector.mooncake import KeyScheme
+from connector.parity import Kind, Ours, calibrate_text
+from connector.tokens import Tokenizer
+from connector.vllm import CacheFacts, Card, EngineControl
+from gateway import config
+from gateway.models import Model
+
+EVENTS_WAIT = 3.0
+"""Seconds after a prompt for its events to arrive."""
+
+Level = Literal["agrees", "note", "warning", "wrong"]
+Topic = Literal["reachable", "version", "model", "tokens", "hashes", "keys", "events", "usage", "safety", "fleet"]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at."""
+
+    subject: str
+    """An engine's host:port, `pool NAME` or `model NAME`."""
+    topic: Topic
+    level: Level
+    """wrong: disagrees or is dangerous. warning: works, and should be otherwise."""
+    word: str
+    """For a table."""
+    says: str = ""
+    fix: str = ""
+
+
+def _ids(tokenizer: Tokenizer) -> Ours:
+    def ids(kind: Kind, body: Mapping[str, Any]) -> Sequence[int]:
+        return tokenizer.chat(body) if kind == "chat" else tokenizer.completion(body)
+
+    return ids
+
+
+def words_of(model: config.Model) -> Callable[[Sequence[int]], str]:
+    """What token ids stand for, for people."""
+    if model.tokenizer is None:
+        return lambda _: ""
+    backend = Backend.from_file(str(model.tokenizer / "tokenizer.json"))
+    return lambda ids: str(backend.decode(list(ids), skip_special_tokens=False))
+
+
+class _Heard:
+    """The events of one engine, as they came."""
+
+    def __init__(self) -> None:
+        self.events: list[Mapping[str, Any]] = []
+        self.bad = False
+        self.something = asyncio.Event()
+        self._decoder = msgspec.msgpack.Decoder()
+
+    def receive(self, frames: list[bytes]) -> None:
+        try:
+            _, events, *_ = self._decoder.decode(frames[-1])
+            self.events += [event for event in events if isinstance(event, dict)]
+        except (ValueError, TypeError, IndexError, msgspec.DecodeError):
+            self.bad = True
+        self.something.set()
+
+
+class _Probe:
+    """An engine's control that notes whether its answers say what was cached."""
+
+    def __init__(self, control: EngineControl) -> None:
+        self._control = control
+        self.tells_cached: bool | None = None
+
+    async def ask(self, path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
+        status, answer = await self._control.ask(path, body)
+        usage = answer.get("usage") if status == 200 and isinstance(answer, dict) else None
+        if isinstance(usage, dict):
+            self.tells_cached = bool(self.tells_cached) or usage.get("prompt_tokens_details") is not None
+        return status, answer
+
+
+@dataclass
+class Examination:
+    """One engine, from the outside in. What is found is added to `checks`."""
+
+    spec: config.Engine
+    model: Model
+    words: Callable[[Sequence[int]], str]
+    tls: ssl.SSLContext | None
+    patience: float
+    say: Say
+    checks: list[Check] = field(default_factory=list)
+    facts: CacheFacts = field(default_factory=lambda: CacheFacts(block_size=None, algorithm=None, blocks=None))
+    card: Card | None = None
+    cards: tuple[Card, ...] = ()
+    finding: Finding | None = None
+    """What the pool's keys showed."""
+
+    @property
+    def id(self) -> str:
+        return urlsplit(self.spec.url).netloc
+
+    async def run(self) -> None:
+        """Never raises for what the engine does."""
+        key = self.spec.api_key.get_secret_value() if self.spec.api_key is not None else None
+        control = EngineControl(self.spec.url, api_key=key, timeout=self.patience, tls=self.tls)
+        try:
+            if await self._reachable(control):
+                await self._safety(control)
+                await self._behaviour(control)
+        except WireError as error:
+            self._add("reachable", "wrong", "lost", f"ceased to answer: {error.detail}", "see the engine's log")
+        finally:
+            await control.close()
+
+    def _add(self, topic: Topic, level: Level, word: str, says: str = "", fix: str = "") -> None:
+        self.checks.append(Check(self.id, topic, level, word, says, fix))
+
+    async def _reachable(self, control: EngineControl) -> bool:
+        """Whether it is worth going on."""
+        self.say(f"{self.id}: asking what it is")
+        try:
+            healthy = await control.healthy()
+        except WireError as error:
+            self._add(
+                "reachable",
+                "wrong",
+                "no",
+                f"cannot be reached: {error.detail}",
+                f"see that an engine listens at {self.spec.url}, or change engines.static[].url",
+            )
+            return False
+        if not healthy:
+            self._add("reachable", "wrong", "ill", "says that it is not well (/health)", "see the engine's log")
+            return False
+        self._add("reachable", "agrees", "yes")
+        self.facts, _ = await control.metrics()
+        await self._version(control)
+        self.cards = await control.models()
+        self.card = next((card for card in self.cards if card.id == self.model.name), None)
+        if self.card is None:
+            served = ", ".join(card.id for card in self.cards) or "nothing"
+            self._add(
+                "model",
+                "wrong",
+                "no",
+                f"serves {served}, not {self.model.name}",
+                f"start it with --served-model-name {self.model.name}, or change models[].name",
+            )
+            return False
+        self._add("model", "agrees", "yes")
+        return True
+
+    async def _version(self, control: EngineControl) -> None:
+        try:
+            version = await control.version()
+        except WireError as error:
+            self._add("version", "warning", "?", f"does not tell its version: {error.detail}", "see that it is vLLM")
+            return
+        self.facts = replace(self.facts, version=version)
+        hashing = hashing_of(version)
+        if hashing is None:
+            self._add(
+                "version",
+                "warning",
+                version,
+                f"is vLLM {version}, whose hashing was not checked against this gateway's",
+                "mind what is said of its hashes below",
+            )
+        elif not hashing.tagged:
+            self._add(
+                "version",
+                "warning",
+                version,
+                f"is vLLM {version}, whose hashes do not tell an adapter from a salt of the same name",
+                "upgrade to vLLM 0.31 or newer",
+            )
+        else:
+            self._add("version", "agrees", version)
+
+    async def _safety(self, control: EngineControl) -> None:
+        """Doors that stand open, and what can be seen through them."""
+        with suppress(WireError):
+            if await control.dev_mode():
+                self._add(
+                    "safety",
+                    "wrong",
+                    "dev mode",
+                    "answers dev-mode requests without any key: /reset_prefix_cache can erase the whole pool",
+                    "start it without VLLM_SERVER_DEV_MODE",
+                )
+        with suppress(WireError):
+            if await control.scale_out():
+                self._add(
+                    "safety",
+                    "warning",
+                    "scale-out",
+                    "answers render and generate requests (--enable-scale-out)",
+                    "keep it on a network that clients do not reach",
+                )
+
+    async def _behaviour(self, control: EngineControl) -> None:
+        """Prompts, and what comes of them."""
+        heard = _Heard()
+        subscription = self._subscription()
+        if subscription is None:
+            await self._prompted(control, heard)
+            return
+        follower = asyncio.create_task(subscription.follow(heard))
+        try:
+            await self._prompted(control, heard, listening=True)
+        finally:
+            follower.cancel()
+            await asyncio.gather(follower, return_exceptions=True)
+            subscription.close()
+
+    def _subscription(self) -> Subscription | None:
+        source = self.spec.kv_events
+        if source is None:
+            return None
+        try:
+            return Subscription(source.connect or source.bind or "", bind=source.bind is not None)
+        except NoEvents as error:
+            self._add(
+                "events",
+                "wrong" if source.connect else "warning",
+                "?",
+                str(error),
+                "a gateway that runs on this machine has the address; stop it to have the events checked",
+            )
+            return None
+
+    async def _prompted(self, control: EngineControl, heard: _Heard, *, listening: bool = False) -> None:
+        probe = _Probe(control)
+        answers = await self._tokens(probe)
+        believed = self._believed()
+        if answers and believed is not None:
+            await self._keys(probe, believed)
+        if answers and listening:
+            await self._events(control, heard)
+        if answers and believed is not None:
+            self._hashes(believed, heard)
+        if probe.tells_cached is False:
+            self._add(
+                "usage",
+                "warning",
+                "no",
+                "does not say how much of a prompt was cached, so predictions cannot be compared with it",
+                "start it with --enable-prompt-tokens-details",
+            )
+
+    async def _tokens(self, probe: _Probe) -> bool:
+        """Compare token ids. Whether the engine answers prompts."""
+        tokenizer = self.model.tokenizer
+        if tokenizer is None:
+            self._add(
+                "tokens", "note", "-", "has no tokenizer here (models[].tokenizer): its requests are placed by load"
+            )
+            return True
+        self.say(f"{self.id}: comparing the token ids of chats")
+        found = await calibrate_text(probe, self.model.name, _ids(tokenizer), self.words)
+        tried = len(found.agree) + len(found.differ) + len(found.unknown)
+        count = f"{len(found.agree)} of {tried}"
+        if found.kind in ("unreachable", "refused"):
+            self._add("reachable", "wrong", "no answer", found.detail, found.fix or "see the engine's log")
+            return False
+        if found.agrees:
+            self._add("tokens", "agrees" if found.agree else "note", count)
+        else:
+            shapes = ", ".join(found.differ)
+            self._add("tokens", "wrong", found.kind, f"{found.detail}; {count} agree, not: {shapes}", found.fix)
+        if found.unknown:
+            shapes = ", ".join(found.unknown)
+            self._add("tokens", "note", "", f"gets chats whose ids are not computed here, and placed by load: {shapes}")
+        return True
+
+    def _believed(self) -> HashScheme | None:
+        """How the gateway believes that it hashes, a random root included."""
+        alone = frozenset({self.facts})
+        try:
+            return self.model.scheme(alone)
+        except Inexact as error:
+            reason = error.reason
+        if reason == "random_seed":
+            return replace(replace(self.model, seed="0").scheme(alone), seed=None)
+        setting = {"block_size_unknown": "block_size", "algorithm_unknown": "hash"}.get(reason, "block_size and hash")
+        self._add(
+            "hashes",
+            "wrong",
+            "?",
+            f"does not tell how it hashes ({reason.replace('_', ' ')})",
+            f"set models[].{setting}, or let the engine serve /metrics",
+        )
+        return None
+
+    async def _keys(self, probe: _Probe, believed: HashScheme) -> None:
+        """Look for a prompt's blocks in the pool."""
+        keys = self.model.keys(lambda _: self.card.root if self.card is not None else None)
+        if self.model.pool is None:
+            self._add("keys", "note", "-", "shares no pool (models[].pool)")
+            await send(probe, self.model.name, 2 * believed.block_size + 1)  # for its events
+            return
+        if keys is None:
+            self._add("keys", "wrong", "?", "does not tell its model's folder", "set models[].keys.prefix")
+            return
+        self.say(f"{self.id}: looking for a prompt's blocks in pool {self.model.pool.name}")
+        length = self.card.raw.get("max_model_len") if self.card is not None else None
+        found = await calibrate(
+            probe,
+            self.model.name,
+            believed,
+            self.model.pool.master,
+            keys,
+            block_sizes=self._sizes(),
+            max_tokens=length if isinstance(length, int) else None,
+            deadline=min(DEADLINE, self.patience),
+        )
+        self.finding = found
+        if found.kind == "not_stored" and self.spec.role == "decode":
+            self._add("keys", "note", "none", "puts nothing into the pool, as is usual where it only decodes")
+        elif found.kind in ("key_prefix", "ranks", "not_stored", "unknown", "pool_unreachable"):
+            self._add("keys", "wrong", found.kind.replace("_", " "), found.detail, found.fix)
+        elif found.kind in ("unreachable", "refused"):
+            self._add("reachable", "wrong", "no answer", found.detail, found.fix)
+        else:
+            self._add("keys", "agrees", ", ".join(sorted(_names(keys))))
+
+    def _sizes(self) -> Collection[int]:
+        return {size for size in (self.facts.block_size, self.model.block_size) if size}
+
+    def _hashes(self, believed: HashScheme, heard: _Heard) -> None:
+        """Put together what keys, events and the engine's own words say of its hashes."""
+        found = self.finding
+        if found is not None and found.scheme is not None and found.kind not in ("key_prefix", "ranks"):
+            if found.agrees:
+                self._add("hashes", "agrees", _scheme(believed))
+            else:
+                self._add("hashes", "wrong", found.kind.replace("_", " "), found.detail, found.fix)
+            return
+        if found is not None and found.scheme == believed:
+            self._add("hashes", "agrees", _scheme(believed))
+            return
+        told = self._told(believed) or self._judged(believed, heard)
+        if told is not None and told.kinds:
+            self._add("hashes", "wrong", told.kinds[0].replace("_", " "), told.detail, told.fix)
+        elif told is not None:
+            self._add("hashes", "agrees", _scheme(believed))
+        elif not believed.exact:
+            root = random_root(believed)
+            self._add("hashes", "wrong", "random seed", root.detail, root.fix)
+        else:
+            self._add("hashes", "warning", "not seen", "has shown no block, so how it hashes could not be checked")
+
+    def _told(self, believed: HashScheme) -> Suspect | None:
+        """A difference that the engine's metrics tell."""
+        told = {"algorithm": self.facts.algorithm, "block_size": self.facts.block_size}
+        for way in suspects(believed, block_sizes=self._sizes())[1:]:
+            differs = {
+                kind for kind in ("algorithm", "block_size") if told[kind] not in (None, getattr(believed, kind))
+            }
+            if (
+                differs
+                and set(way.kinds) == differs
+                and all(getattr(way.scheme, kind) == told[kind] for kind in differs)
+            ):
+                return way
+        return None
+
+    def _judged(self, believed: HashScheme, heard: _Heard) -> Suspect | None:
+        """What the engine's events tell: the first way that is not the believed one, else the believed one."""
+        ways = suspects(believed, block_sizes=self._sizes())
+        verdicts = [verdict for event in heard.events if (verdict := self._verdict(event, ways)) is not None]
+        if any(verdict.suspect is None for verdict in verdicts):
+            seeds = tuple(more_seeds(believed))
+            verdicts += [verdict for event in heard.events[:8] if (verdict := self._verdict(event, seeds)) is not None]
+            if not any(verdict.suspect and verdict.suspect.kinds for verdict in verdicts):
+                return Suspect(
+                    believed,
+                    ("seed",),
+                    "hashes in none of the ways that were tried: most likely its PYTHONHASHSEED is another",
+                    "set models[].hash_seed to the engine's PYTHONHASHSEED, or start it without one",
+                )
+        named = [verdict.suspect for verdict in verdicts if verdict.suspect is not None]
+        return next((way for way in named if way.kinds), next(iter(named), None))
+
+    def _verdict(self, event: Mapping[str, Any], ways: Sequence[Suspect]) -> Verdict | None:
+        card = next((card for card in self.cards if card.id == event.get("lora_name") and card.parent), None)
+        adapter = Adapter(card.id, card.root) if card is not None and card.root is not None else None
+        try:
+            return diagnose_event(event, ways, adapter=adapter)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return None
+
+    async def _events(self, control: EngineControl, heard: _Heard) -> None:
+        """Whether anything arrives, and what it is."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(heard.something.wait(), min(EVENTS_WAIT, self.patience))
+        source = self.spec.kv_events
+        assert source is not None
+        if heard.bad:
+            self._add("events", "wrong", "unreadable", "publishes what is not vLLM's events", "see kv_events")
+            return
+        if not heard.events:
+            says, fix = await self._silence(control, source)
+            self._add("events", "wrong", "none", says, fix)
+            return
+        hashes = [one for event in heard.events for one in event.get("block_hashes") or ()]
+        if any(isinstance(one, int) for one in hashes):
+            self._add("events", "agrees", "64-bit")
+            self._add(
+                "events",
+                "note",
+                "",
+                "writes 64 bits of each hash in its events: enough to know its blocks by, not to check later ones",
+                "start it with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0",
+            )
+        else:
+            self._add("events", "agrees", "whole")
+
+    async def _silence(self, control: EngineControl, source: config.KvEvents) -> tuple[str, str]:
+        """Why nothing arrives, and what to do."""
+        ours = source.connect or source.bind or ""
+        try:
+            sources = list((await control.event_sources()).values())
+        except WireError:
+            sources = []
+        endpoints = [
+            str(one["endpoint"]) for one in sources if one.get("enable_kv_cache_events") and one.get("endpoint")
+        ]
+        if not endpoints:
+            flag = {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": f"tcp://*:{ours.rpartition(':')[2]}",
+            }
+            return (
+                "publishes no KV events",
+                f"start it with --kv-events-config '{json.dumps(flag)}', or remove kv_events",
+            )
+        endpoint = endpoints[0]
+        binds = "*" in endpoint or "::" in endpoint
+        port = endpoint.rpartition(":")[2]
+        if source.connect and not binds:
+            return (
+                f"connects to {endpoint} with its events, where kv_events.connect waits for it to listen: neither does",
+                f"start it with the endpoint tcp://*:{port}, or set kv_events to {{bind: {endpoint}}}",
+            )
+        if source.bind and binds:
+            return (
+                f"listens at {endpoint} for those who want its events, where kv_events.bind waits for it to connect",
+                f"set kv_events to {{connect: tcp://{urlsplit(self.spec.url).hostname}:{port}}}",
+            )
+        if port != ours.rpartition(":")[2]:
+            return f"publishes its events at port {port}, not {ours}", "set kv_events to that port"
+        return (
+            f"publishes its events at {endpoint}, but none arrives at {ours}",
+            "see that no firewall lies between, and that the engine's KV cache events are enabled",
+        )
+
+
+def _names(keys: KeyScheme) -> frozenset[str]:
+    return frozenset(prefix.partition("@tp_rank:")[0] for prefix in keys.prefixes)
+
+
+def _scheme(scheme: HashScheme) -> str:
+    return f"{scheme.algorithm} {scheme.block_size}"
