@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from connector.blocks import Adapter, Algorithm, HashScheme, hash_prompt
 from connector.errors import WireError
-from connector.mooncake import KeyScheme
+from connector.keys import KeyScheme
 
 SEEDS = (None, "0", "42", "1", "1234")
 """What PYTHONHASHSEED is set to where it is set; tried together with every other difference."""
@@ -101,7 +101,7 @@ class Keys(Protocol):
         """Those of `keys` that are there."""
         ...
 
-    async def find(self, hashes: Collection[bytes]) -> Collection[str]:
+    async def prefixes(self, hashes: Collection[bytes]) -> Collection[str]:
         """What stands before any of these hashes in the pool's keys."""
         ...
 
@@ -373,7 +373,7 @@ def _named(way: Suspect, keys: KeyScheme, further: tuple[str, ...]) -> Finding:
     return Finding("agrees", scheme=way.scheme, prefixes=keys.prefixes)
 
 
-_RANK = re.compile(r"@tp_rank:(\d+)@pcp(\d+)@dcp(\d+)@pp_rank:(\d+)@group:(\d+)@$")
+_RANK = re.compile(r"@tp_rank:(\d+)@pcp(\d+)@dcp(\d+)@pp_rank:(\d+)@group:\d+@$")
 
 
 def _further_ranks(keys: KeyScheme, block: bytes) -> list[str]:
@@ -381,14 +381,14 @@ def _further_ranks(keys: KeyScheme, block: bytes) -> list[str]:
     found = [(prefix, match) for prefix in keys.prefixes if (match := _RANK.search(prefix))]
     if not found:
         return []
-    last = [max(int(match[group]) for _, match in found) for group in range(1, 6)]
+    last = [max(int(match[group]) for _, match in found) for group in range(1, 5)]
     head = found[0][0][: found[0][1].start()]
     further = []
-    for dimension in (0, 1, 3, 4):  # a rank of dcp is one of tp as well
+    for dimension in (0, 1, 3):  # a rank of dcp is one of tp as well
         ranks = [number + 1 if place == dimension else 0 for place, number in enumerate(last)]
         for dcp in range(last[2] + 2) if dimension == 0 else (0,):
-            tp, pcp, _, pp, group = ranks
-            further.append(f"{head}@tp_rank:{tp}@pcp{pcp}@dcp{dcp}@pp_rank:{pp}@group:{group}@{block.hex()}")
+            tp, pcp, _, pp = ranks
+            further.append(f"{head}@tp_rank:{tp}@pcp{pcp}@dcp{dcp}@pp_rank:{pp}@group:0@{block.hex()}")
     return further
 
 
@@ -398,7 +398,7 @@ async def _elsewhere(
     """Not under the believed names: look through the pool's keys for any that ends in one of the hashes."""
     seeds = {sample.first(way.scheme): way for way in more_seeds(ways[0].scheme)}
     every = {**seeds, **firsts}
-    prefixes = await pool.find(every)
+    prefixes = await pool.prefixes(every)
     if not prefixes and not ways[0].scheme.exact:
         return random_root(ways[0].scheme)
     if not prefixes:

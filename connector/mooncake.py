@@ -127,14 +127,25 @@ class Master:
         """
         return await self._told(lambda wire: self._found(wire, hashes))
 
-    async def _found(self, wire: Wire, hashes: Collection[bytes]) -> frozenset[str]:
+    async def prefixes(self, hashes: Collection[bytes]) -> frozenset[str]:
+        """The prefixes of keys that end in any of `hashes`. Raises and may miss as `find` does."""
+        return frozenset(await self._told(lambda wire: self._listed(wire, hashes)))
+
+    async def resident(self, keys: Sequence[str]) -> frozenset[str]:
+        """Those of `keys` that the pool holds. Raises a `WireError`."""
+        return frozenset(await self._told(lambda wire: self._all_resident(wire, keys)))
+
+    async def _listed(self, wire: Wire, hashes: Collection[bytes]) -> set[str]:
         listing = await wire.send("GET", "/get_all_keys")
         try:
             if listing.status != 200:
                 raise ValueError(f"the master answered {listing.status}")
-            seen = await _prefixes(listing, frozenset(block.hex().encode() for block in hashes))
+            return await _prefixes(listing, frozenset(block.hex().encode() for block in hashes))
         finally:
             listing.close()
+
+    async def _found(self, wire: Wire, hashes: Collection[bytes]) -> frozenset[str]:
+        seen = await self._listed(wire, hashes)
         keys = {prefix: {prefix + block.hex() for block in hashes} for prefix in seen}
         there = await self._all_resident(wire, sorted(set().union(*keys.values())))
         return frozenset(prefix for prefix, wanted in keys.items() if wanted <= there)

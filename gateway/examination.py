@@ -32,9 +32,8 @@ from connector.calibrate import (
 )
 from connector.errors import Inexact, WireError
 from connector.events import NoEvents, Subscription
-from connector.mooncake import KeyScheme
-from connector.parity import Kind, Ours, calibrate_text
-from connector.tokens import Tokenizer
+from connector.keys import KeyScheme
+from connector.parity import calibrate_text
 from connector.vllm import CacheFacts, Card, EngineControl
 from gateway import config
 from gateway.models import Model
@@ -60,13 +59,6 @@ class Check:
     """For a table."""
     says: str = ""
     fix: str = ""
-
-
-def _ids(tokenizer: Tokenizer) -> Ours:
-    def ids(kind: Kind, body: Mapping[str, Any]) -> Sequence[int]:
-        return tokenizer.chat(body) if kind == "chat" else tokenizer.completion(body)
-
-    return ids
 
 
 def words_of(model: config.Model) -> Callable[[Sequence[int]], str]:
@@ -282,14 +274,14 @@ class Examination:
 
     async def _tokens(self, probe: _Probe) -> bool:
         """Compare token ids. Whether the engine answers prompts."""
-        tokenizer = self.model.tokenizer
-        if tokenizer is None:
+        prompts = self.model.prompts
+        if prompts is None:
             self._add(
                 "tokens", "note", "-", "has no tokenizer here (models[].tokenizer): its requests are placed by load"
             )
             return True
         self.say(f"{self.id}: comparing the token ids of chats")
-        found = await calibrate_text(probe, self.model.name, _ids(tokenizer), self.words)
+        found = await calibrate_text(probe, self.model.name, prompts.full, self.words)
         tried = len(found.agree) + len(found.differ) + len(found.unknown)
         count = f"{len(found.agree)} of {tried}"
         if found.kind in ("unreachable", "refused"):
@@ -455,9 +447,7 @@ class Examination:
             sources = list((await control.event_sources()).values())
         except WireError:
             sources = []
-        endpoints = [
-            str(one["endpoint"]) for one in sources if one.get("enable_kv_cache_events") and one.get("endpoint")
-        ]
+        endpoints = [one.endpoint for one in sources if one.enabled]
         if not endpoints:
             flag = {
                 "enable_kv_cache_events": True,

@@ -9,7 +9,7 @@ import pytest
 from connector.blocks import Adapter, Algorithm, HashScheme, hash_prompt
 from connector.calibrate import BLOCK_SIZES, Kind, Sample, Verdict, calibrate, diagnose_event, suspects
 from connector.errors import Unreachable
-from connector.mooncake import KeyScheme, Ranks
+from connector.keys import KeyScheme, Ranks
 from connector.simulated.events import Chain, Numbers, put, stored
 
 BELIEVED = HashScheme(Algorithm.SHA256_CBOR, 32)
@@ -50,7 +50,7 @@ class Engine:
     async def resident(self, keys: Sequence[str]) -> Collection[str]:
         return self.pool.intersection(keys)
 
-    async def find(self, hashes: Collection[bytes]) -> Collection[str]:
+    async def prefixes(self, hashes: Collection[bytes]) -> Collection[str]:
         wanted = {block.hex() for block in hashes}
         return {key[: -len(tail)] for key in self.pool if (tail := key.rpartition("@")[2]) in wanted}
 
