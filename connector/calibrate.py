@@ -15,7 +15,7 @@ import asyncio
 import re
 import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -80,6 +80,8 @@ class Finding:
     """How the engine hashes, where that is known."""
     prefixes: tuple[str, ...] = ()
     """What stands before the hash in the pool's keys, where it was found there."""
+    sample: "Sample | None" = field(default=None, repr=False, compare=False)
+    """The prompt that was sent, where all agrees: another engine of the pool must find it there."""
 
     @property
     def agrees(self) -> bool:
@@ -322,9 +324,10 @@ async def calibrate(
     if isinstance(sample, Finding):
         return sample
     try:
-        return await _seen(sample, ways, pool, keys, deadline)
+        found = await _seen(sample, ways, pool, keys, deadline)
     except WireError as error:
         return Finding("pool_unreachable", f"is of a pool whose master fails: {error.detail}", "see pools[].admin")
+    return replace(found, sample=sample) if found.agrees else found
 
 
 async def send(engine: Asked, model: str, length: int) -> Sample | Finding:

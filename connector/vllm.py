@@ -24,6 +24,8 @@ from connector.errors import BadAnswer, Disconnected, TimedOut, Unreachable, Wir
 
 MAX_ANSWER = 16 * 1024 * 1024
 """Bytes of one answer that are read."""
+INFO_SECONDS = 30.0
+"""For /server_info, which looks through the whole machine the first time."""
 _WANTED = (
     "vllm:cache_config_info",
     "vllm:num_requests_running",
@@ -155,6 +157,17 @@ class EngineControl:
         if status not in (404, 405):
             raise BadAnswer(self._origin, f"its /reset_prefix_cache ({status}) is neither there nor missing")
         return status == 405
+
+    async def server_info(self) -> Mapping[str, Any]:
+        """What an engine in dev mode tells of its settings; `vllm_config` is vLLM's own VllmConfig as JSON."""
+        status, body = await self._send("GET", "/server_info?config_format=json", deadline=INFO_SECONDS)
+        try:
+            info = orjson.loads(body)
+        except ValueError as error:
+            raise BadAnswer(self._origin, f"its /server_info ({status}) is no JSON") from error
+        if status != 200 or not isinstance(info, dict):
+            raise BadAnswer(self._origin, f"its /server_info ({status}) tells nothing")
+        return info
 
     async def scale_out(self) -> bool:
         """Whether it renders prompts (--enable-scale-out, or `vllm launch render`).

@@ -67,13 +67,28 @@ async def examine(settings: config.Config, *, patience: float, say: Say = lambda
         async with asyncio.TaskGroup() as group:
             for examination in examinations:
                 group.create_task(one(examination))
+        await _loads(examinations)
     finally:
+        for model in models.values():
+            if model.prompts is not None:
+                model.prompts.close()
         for pool in pools.values():
             pool.master.close()
+    for examination in examinations:
+        examination.conclude()
     checks = [*pool_checks, *(check for one in examinations for check in one.checks)]
     for name in models:
         checks += _alike(name, [one for one in examinations if one.model.name == name])
+    checks += _shared_sockets(examinations)
     return Report({one.id: one.model.name for one in examinations}, tuple(checks))
+
+
+async def _loads(examinations: Sequence[Examination]) -> None:
+    """Engines that store nothing must find what others store."""
+    stored = {one.model.name: one for one in examinations if one.finding is not None and one.finding.agrees}
+    for one in examinations:
+        if one.finding is not None and one.finding.kind == "not_stored" and one.model.name in stored:
+            await one.load(stored[one.model.name])
 
 
 async def _pool(pool: Pool, urls: Sequence[str]) -> Check:
@@ -113,6 +128,24 @@ def _alike(model: str, engines: Sequence[Examination]) -> Iterator[Check]:
         if len(by_value) > 1:
             told = "; ".join(f"{found} on {', '.join(ids)}" for found, ids in by_value.items())
             yield Check(subject, "fleet", level, what, f"has engines of different {what}: {told}", fix)
+
+
+def _shared_sockets(engines: Sequence[Examination]) -> Iterator[Check]:
+    """Engines of one host whose look-ups run over one socket, as far as dev mode tells."""
+    by_socket: dict[object, list[str]] = defaultdict(list)
+    for one in engines:
+        if one.lookup_port is not None:
+            by_socket[one.host, one.lookup_port].append(one.id)
+    for ids in by_socket.values():
+        if len(ids) > 1:
+            yield Check(
+                ids[0],
+                "safety",
+                "wrong",
+                "socket",
+                f"shares the socket of its look-ups with {', '.join(ids[1:])}, on the same host",
+                "set another lookup_rpc_port in kv_connector_extra_config of each",
+            )
 
 
 def _length(one: Examination) -> object:

@@ -8,8 +8,8 @@ compute (connector/calibrate.py) and in the engine's KV events. They are made he
 import asyncio
 import json
 import ssl
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -40,6 +40,10 @@ from gateway.models import Model
 
 EVENTS_WAIT = 3.0
 """Seconds after a prompt for its events to arrive."""
+MAX_EVENTS = 200
+"""Events of an engine that are looked at."""
+
+SEE_LOG = "see the engine's log"
 
 Level = Literal["agrees", "note", "warning", "wrong"]
 Topic = Literal["reachable", "version", "model", "tokens", "hashes", "keys", "events", "usage", "safety", "fleet"]
@@ -81,7 +85,8 @@ class _Heard:
     def receive(self, frames: list[bytes]) -> None:
         try:
             _, events, *_ = self._decoder.decode(frames[-1])
-            self.events += [event for event in events if isinstance(event, dict)]
+            room = MAX_EVENTS - len(self.events)
+            self.events += [event for event in events if isinstance(event, dict)][:room]
         except (ValueError, TypeError, IndexError, msgspec.DecodeError):
             self.bad = True
         self.something.set()
@@ -90,12 +95,13 @@ class _Heard:
 class _Probe:
     """An engine's control that notes whether its answers say what was cached."""
 
-    def __init__(self, control: EngineControl) -> None:
+    def __init__(self, control: EngineControl, patience: float) -> None:
         self._control = control
+        self._patience = patience
         self.tells_cached: bool | None = None
 
     async def ask(self, path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
-        status, answer = await self._control.ask(path, body)
+        status, answer = await self._control.ask(path, body, self._patience)
         usage = answer.get("usage") if status == 200 and isinstance(answer, dict) else None
         if isinstance(usage, dict):
             self.tells_cached = bool(self.tells_cached) or usage.get("prompt_tokens_details") is not None
@@ -116,23 +122,64 @@ class Examination:
     facts: CacheFacts = field(default_factory=lambda: CacheFacts(block_size=None, algorithm=None, blocks=None))
     card: Card | None = None
     cards: tuple[Card, ...] = ()
+    believed: HashScheme | None = None
+    """How the gateway believes that it hashes; None where it cannot know, or the engine does not answer."""
     finding: Finding | None = None
     """What the pool's keys showed."""
+    lookup_port: int | None = None
+    """What its connector's look-up socket is named by, where it is in dev mode and tells."""
+    _heard: _Heard = field(default_factory=_Heard)
 
     @property
     def id(self) -> str:
         return urlsplit(self.spec.url).netloc
 
+    @property
+    def host(self) -> str:
+        return urlsplit(self.spec.url).hostname or ""
+
     async def run(self) -> None:
-        """Never raises for what the engine does."""
-        key = self.spec.api_key.get_secret_value() if self.spec.api_key is not None else None
-        control = EngineControl(self.spec.url, api_key=key, timeout=self.patience, tls=self.tls)
-        try:
+        """All that can be seen of this engine alone. Never raises for what the engine does."""
+        async with self._control() as control:
             if await self._reachable(control):
                 await self._safety(control)
                 await self._behaviour(control)
+
+    async def load(self, other: "Examination") -> None:
+        """Whether it, which stores nothing, finds what another engine has just stored. Never raises."""
+        sample = other.finding.sample if other.finding is not None else None
+        if sample is None:
+            return
+        async with self._control() as control:
+            _, answer = await control.ask("/v1/completions", sample.body(self.model.name), self.patience)
+            cached = _cached(answer)
+            if cached:
+                self.finding = other.finding
+                self._add("keys", "agrees", "loads")
+            elif cached == 0:
+                self._add(
+                    "keys",
+                    "wrong",
+                    "loads none",
+                    f"finds nothing of a prompt that {other.id} has put into the pool",
+                    "start it as that one is: version, block size, hash algorithm, PYTHONHASHSEED, cache_prefix, model "
+                    "folder name, MooncakeStoreConnector and master",
+                )
+
+    def conclude(self) -> None:
+        """Put together what keys, events and the engine's own words say of its hashes."""
+        if self.believed is not None:
+            self._hashes(self.believed)
+
+    @asynccontextmanager
+    async def _control(self) -> AsyncIterator[EngineControl]:
+        """Its control side; where it fails within the block, that is a check."""
+        key = self.spec.api_key.get_secret_value() if self.spec.api_key is not None else None
+        control = EngineControl(self.spec.url, api_key=key, timeout=self.patience, tls=self.tls)
+        try:
+            yield control
         except WireError as error:
-            self._add("reachable", "wrong", "lost", f"ceased to answer: {error.detail}", "see the engine's log")
+            self._add("reachable", "wrong", "failed", f"does not answer as it should: {error.detail}", SEE_LOG)
         finally:
             await control.close()
 
@@ -154,7 +201,7 @@ class Examination:
             )
             return False
         if not healthy:
-            self._add("reachable", "wrong", "ill", "says that it is not well (/health)", "see the engine's log")
+            self._add("reachable", "wrong", "ill", "says that it is not well (/health)", SEE_LOG)
             return False
         self._add("reachable", "agrees", "yes")
         self.facts, _ = await control.metrics()
@@ -212,6 +259,7 @@ class Examination:
                     "answers dev-mode requests without any key: /reset_prefix_cache can erase the whole pool",
                     "start it without VLLM_SERVER_DEV_MODE",
                 )
+                self._connector(await control.server_info())
         with suppress(WireError):
             if await control.scale_out():
                 self._add(
@@ -222,16 +270,38 @@ class Examination:
                     "keep it on a network that clients do not reach",
                 )
 
+    def _connector(self, info: Mapping[str, Any]) -> None:
+        """What dev mode tells of the store connector's settings (KVTransferConfig of vLLM 0.32.0)."""
+        settings = (info.get("vllm_config") or {}).get("kv_transfer_config") or {}
+        extra = settings.get("kv_connector_extra_config") or {}
+        if settings.get("kv_load_failure_policy") == "fail":
+            self._add(
+                "safety",
+                "wrong",
+                "load failure",
+                "answers 500 where a block of the pool cannot be loaded (kv_load_failure_policy is fail)",
+                "set kv_load_failure_policy to recompute in its --kv-transfer-config",
+            )
+        if settings and not extra.get("lookup_async"):
+            self._add(
+                "safety",
+                "warning",
+                "look-ups",
+                "waits for the pool's look-ups in its scheduler: a slow master holds up every request",
+                "set lookup_async to true in kv_connector_extra_config",
+            )
+        if settings:
+            self.lookup_port = int(extra.get("lookup_rpc_port") or 0)
+
     async def _behaviour(self, control: EngineControl) -> None:
         """Prompts, and what comes of them."""
-        heard = _Heard()
         subscription = self._subscription()
         if subscription is None:
-            await self._prompted(control, heard)
+            await self._prompted(control, listening=False)
             return
-        follower = asyncio.create_task(subscription.follow(heard))
+        follower = asyncio.create_task(subscription.follow(self._heard))
         try:
-            await self._prompted(control, heard, listening=True)
+            await self._prompted(control, listening=True)
         finally:
             follower.cancel()
             await asyncio.gather(follower, return_exceptions=True)
@@ -253,16 +323,15 @@ class Examination:
             )
             return None
 
-    async def _prompted(self, control: EngineControl, heard: _Heard, *, listening: bool = False) -> None:
-        probe = _Probe(control)
-        answers = await self._tokens(probe)
-        believed = self._believed()
-        if answers and believed is not None:
-            await self._keys(probe, believed)
-        if answers and listening:
-            await self._events(control, heard)
-        if answers and believed is not None:
-            self._hashes(believed, heard)
+    async def _prompted(self, control: EngineControl, *, listening: bool) -> None:
+        probe = _Probe(control, self.patience)
+        if not await self._tokens(probe):
+            return
+        self.believed = self._belief()
+        if self.believed is not None:
+            await self._keys(probe, self.believed)
+        if listening:
+            await self._events(control)
         if probe.tells_cached is False:
             self._add(
                 "usage",
@@ -285,7 +354,7 @@ class Examination:
         tried = len(found.agree) + len(found.differ) + len(found.unknown)
         count = f"{len(found.agree)} of {tried}"
         if found.kind in ("unreachable", "refused"):
-            self._add("reachable", "wrong", "no answer", found.detail, found.fix or "see the engine's log")
+            self._add("reachable", "wrong", "no answer", found.detail, found.fix or SEE_LOG)
             return False
         if found.agrees:
             self._add("tokens", "agrees" if found.agree else "note", count)
@@ -297,7 +366,7 @@ class Examination:
             self._add("tokens", "note", "", f"gets chats whose ids are not computed here, and placed by load: {shapes}")
         return True
 
-    def _believed(self) -> HashScheme | None:
+    def _belief(self) -> HashScheme | None:
         """How the gateway believes that it hashes, a random root included."""
         alone = frozenset({self.facts})
         try:
@@ -345,14 +414,13 @@ class Examination:
             self._add("keys", "wrong", found.kind.replace("_", " "), found.detail, found.fix)
         elif found.kind in ("unreachable", "refused"):
             self._add("reachable", "wrong", "no answer", found.detail, found.fix)
-        else:
+        elif found.kind != "random_seed":
             self._add("keys", "agrees", ", ".join(sorted(_names(keys))))
 
     def _sizes(self) -> Collection[int]:
         return {size for size in (self.facts.block_size, self.model.block_size) if size}
 
-    def _hashes(self, believed: HashScheme, heard: _Heard) -> None:
-        """Put together what keys, events and the engine's own words say of its hashes."""
+    def _hashes(self, believed: HashScheme) -> None:
         found = self.finding
         if found is not None and found.scheme is not None and found.kind not in ("key_prefix", "ranks"):
             if found.agrees:
@@ -363,7 +431,7 @@ class Examination:
         if found is not None and found.scheme == believed:
             self._add("hashes", "agrees", _scheme(believed))
             return
-        told = self._told(believed) or self._judged(believed, heard)
+        told = self._told(believed) or self._judged(believed)
         if told is not None and told.kinds:
             self._add("hashes", "wrong", told.kinds[0].replace("_", " "), told.detail, told.fix)
         elif told is not None:
@@ -389,13 +457,15 @@ class Examination:
                 return way
         return None
 
-    def _judged(self, believed: HashScheme, heard: _Heard) -> Suspect | None:
+    def _judged(self, believed: HashScheme) -> Suspect | None:
         """What the engine's events tell: the first way that is not the believed one, else the believed one."""
         ways = suspects(believed, block_sizes=self._sizes())
-        verdicts = [verdict for event in heard.events if (verdict := self._verdict(event, ways)) is not None]
+        verdicts = list(filter(None, (self._verdict(event, ways) for event in self._heard.events)))
         if any(verdict.suspect is None for verdict in verdicts):
             seeds = tuple(more_seeds(believed))
-            verdicts += [verdict for event in heard.events[:8] if (verdict := self._verdict(event, seeds)) is not None]
+            verdicts += [
+                verdict for event in self._heard.events[:8] if (verdict := self._verdict(event, seeds)) is not None
+            ]
             if not any(verdict.suspect and verdict.suspect.kinds for verdict in verdicts):
                 return Suspect(
                     believed,
@@ -414,8 +484,9 @@ class Examination:
         except (ValueError, TypeError, KeyError, AttributeError):
             return None
 
-    async def _events(self, control: EngineControl, heard: _Heard) -> None:
+    async def _events(self, control: EngineControl) -> None:
         """Whether anything arrives, and what it is."""
+        heard = self._heard
         with suppress(TimeoutError):
             await asyncio.wait_for(heard.something.wait(), min(EVENTS_WAIT, self.patience))
         source = self.spec.kv_events
@@ -469,7 +540,7 @@ class Examination:
         if source.bind and binds:
             return (
                 f"listens at {endpoint} for those who want its events, where kv_events.bind waits for it to connect",
-                f"set kv_events to {{connect: tcp://{urlsplit(self.spec.url).hostname}:{port}}}",
+                f"set kv_events to {{connect: tcp://{self.host}:{port}}}",
             )
         if port != ours.rpartition(":")[2]:
             return f"publishes its events at port {port}, not {ours}", "set kv_events to that port"
@@ -477,6 +548,13 @@ class Examination:
             f"publishes its events at {endpoint}, but none arrives at {ours}",
             "see that no firewall lies between, and that the engine's KV cache events are enabled",
         )
+
+
+def _cached(answer: Any) -> int | None:
+    """The cached tokens of a prompt, where an answer tells them."""
+    usage = answer.get("usage") if isinstance(answer, dict) else None
+    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+    return details.get("cached_tokens") if isinstance(details, dict) else None
 
 
 def _names(keys: KeyScheme) -> frozenset[str]:

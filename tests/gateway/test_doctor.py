@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -104,24 +103,30 @@ class Fleet:
     prefix: Engine
     template: Engine
     numbers: Engine
+    untagged: Engine
+    random: Engine
+    decodes: Engine
+    finds_nothing: Engine
 
 
 @pytest.fixture(scope="module")
 def fleet(pool: Pool) -> Fleet:
-    other = pool.folder / "other" / NAME
-    shutil.copytree(pool.model, other)
-    template = (other / "chat_template.jinja").read_text()
+    template = (pool.model / "chat_template.jinja").read_text()
     changed = template.replace("'<|im_start|>' + message.role", "'<|im_start|>' + 'the ' + message.role")
     assert changed != template
-    (other / "chat_template.jinja").write_text(changed)
+    (pool.folder / "other.jinja").write_text(changed)
     engines = [
         pool.engine(wait=False),
         pool.engine("--hash-seed", "42", wait=False),
         pool.engine("--prefix-caching-hash-algo", "sha256", wait=False),
         pool.engine(block_size=64, wait=False),
         pool.engine("--cache-prefix", "blue", wait=False),
-        pool.engine(model=other, wait=False),
-        pool.engine("--int-block-hashes", wait=False),
+        pool.engine("--chat-template", str(pool.folder / "other.jinja"), wait=False),
+        pool.engine("--int-block-hashes", "--enable-scale-out", wait=False),
+        pool.engine("--vllm-version", "0.30.0", "--dev-mode", wait=False),
+        pool.engine("--vllm-version", "0.28.0", wait=False),
+        pool.engine(role="decode", wait=False),
+        pool.engine("--hash-seed", "42", role="decode", wait=False),
     ]
     with ThreadPoolExecutor() as threads:
         return Fleet(pool, *threads.map(Engine.ready, engines))
@@ -165,6 +170,8 @@ def test_engines_that_do_as_believed(fleet: Fleet, tmp_path: Path) -> None:
     row = next(line for line in result.output.splitlines() if line.startswith(fleet.right.id))
     assert "sha256_cbor 32" in row
     assert "whole" in row
+    assert f"{fleet.numbers.id} answers render and generate requests" in result.output
+    assert "warnings: 1" in result.output
     assert f"{fleet.numbers.id} writes 64 bits of each hash" in result.output
     assert "cannot be seen from here" in result.output
     assert not wrong(doctor(path, "--json"))
@@ -213,6 +220,35 @@ def test_a_configuration_that_is_wrong(
     found = wrong(doctor(written(tmp_path, fleet.pool, [fleet.right.setting()], **believed, **alone), "--json"))
     assert found.keys() == {(fleet.right.id, "hashes")}
     assert found[fleet.right.id, "hashes"]["word"] == word
+
+
+def test_an_engine_from_before_tags(fleet: Fleet, tmp_path: Path) -> None:
+    """Alone it is believed to hash as it does; beside a newer one it shares nothing."""
+    alone = wrong(doctor(written(tmp_path, fleet.pool, [fleet.untagged.setting()]), "--json"))
+    assert alone.keys() == {(fleet.untagged.id, "safety")}
+    assert "erase the whole pool" in alone[fleet.untagged.id, "safety"]["says"]
+    both = wrong(doctor(written(tmp_path, fleet.pool, [fleet.right.setting(), fleet.untagged.setting()]), "--json"))
+    assert both[f"model {NAME}", "fleet"]["word"] == "ways to hash salts"
+    assert f"untagged on {fleet.untagged.id}" in both[f"model {NAME}", "fleet"]["says"]
+
+
+def test_an_engine_that_draws_its_root(fleet: Fleet, tmp_path: Path) -> None:
+    found = wrong(doctor(written(tmp_path, fleet.pool, [fleet.random.setting()]), "--json"))
+    assert found.keys() == {(fleet.random.id, "hashes")}
+    assert found[fleet.random.id, "hashes"]["word"] == "random seed"
+
+
+def test_engines_that_only_decode_must_find_what_others_store(fleet: Fleet, tmp_path: Path) -> None:
+    engines = [
+        fleet.right.setting(),
+        fleet.decodes.setting(role="decode", kv_events=None),
+        fleet.finds_nothing.setting(role="decode", kv_events=None),
+    ]
+    found = wrong(doctor(written(tmp_path, fleet.pool, engines), "--json"))
+    assert found.keys() == {(fleet.finds_nothing.id, "keys")}
+    assert found[fleet.finds_nothing.id, "keys"]["word"] == "loads none"
+    stores_nothing = wrong(doctor(written(tmp_path, fleet.pool, [fleet.decodes.setting()]), "--json"))
+    assert stores_nothing[fleet.decodes.id, "keys"]["word"] == "not stored"
 
 
 def test_events_alone_show_an_engines_seed(fleet: Fleet, tmp_path: Path) -> None:
