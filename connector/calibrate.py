@@ -14,7 +14,7 @@ usual ones together with all other differences, and some ten thousand numbers al
 import asyncio
 import re
 import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Literal, Protocol, TypeVar
@@ -29,12 +29,13 @@ MORE_SEEDS = 10_000
 """Numbers that are tried as a seed where nothing else explains what an engine does."""
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 IDS = (range(1000, 2000), range(32, 256))
-"""Token ids that prompts are made of: no model has a special token among the former, but some have fewer."""
+"""Token ids that prompts are made of: special ones lie below or far above the former. Some models have fewer."""
 TRIED_BLOCKS = 2
 """Full blocks of the largest suspected size in a prompt."""
 DEADLINE = 6.0
 """Seconds for a prompt's blocks to appear in the pool: puts were seen to take up to 2.6 s."""
 PAUSE = 0.1
+UPGRADE = "run engines that share a pool on one version of vLLM, 0.31 or newer"
 FLAG = "--prefix-caching-hash-algo"
 
 Value = TypeVar("Value")
@@ -165,7 +166,7 @@ def _differences(believed: HashScheme, scheme: HashScheme) -> Iterator[tuple[Kin
         yield (
             "tagging",
             f"hashes salts and adapters {how}, as vLLM {version} does",
-            "run engines that share a pool on one version of vLLM, 0.31 or newer",
+            UPGRADE,
         )
 
 
@@ -278,18 +279,21 @@ class Sample:
 
     tokens: tuple[int, ...]
     salt: str
+    adapter: Adapter | None = None
+    """The adapter that it asks for."""
 
     @classmethod
-    def draw(cls, length: int, ids: Sequence[int] = IDS[0]) -> "Sample":
-        return cls(tuple(secrets.choice(ids) for _ in range(length)), secrets.token_hex(16))
+    def draw(cls, length: int, ids: Sequence[int] = IDS[0], adapter: Adapter | None = None) -> "Sample":
+        return cls(tuple(secrets.choice(ids) for _ in range(length)), secrets.token_hex(16), adapter)
 
     def first(self, scheme: HashScheme) -> bytes:
         """The hash of its first block."""
-        return hash_prompt(self.tokens[: scheme.block_size], scheme, salt=self.salt).hashes[0]
+        tokens = self.tokens[: scheme.block_size]
+        return hash_prompt(tokens, scheme, salt=self.salt, adapter=self.adapter).hashes[0]
 
     def body(self, model: str) -> dict[str, Any]:
         return {
-            "model": model,
+            "model": model if self.adapter is None else self.adapter.name,
             "prompt": list(self.tokens),
             "max_tokens": 1,
             "temperature": 0,
@@ -306,13 +310,14 @@ async def calibrate(
     *,
     block_sizes: Collection[int] = (),
     max_tokens: int | None = None,
+    adapter: Adapter | None = None,
     deadline: float = DEADLINE,
 ) -> Finding:
     """Send one engine a prompt and look for its blocks in the pool, under every key that they may have. Never raises.
 
-    `model` is the name that the engine serves it under. `block_sizes` are further sizes that something
-    speaks for. `max_tokens` is the model's length, where it is known. `deadline` in seconds is for the
-    blocks to appear.
+    `model` is the name that the engine serves it under; `adapter` is one of the engine's, to ask in its
+    place. `block_sizes` are further sizes that something speaks for. `max_tokens` is the model's length,
+    where it is known. `deadline` in seconds is for the blocks to appear.
     """
     ways = suspects(believed, block_sizes=block_sizes)
     room = (max_tokens or 1 << 30) - 2
@@ -320,7 +325,7 @@ async def calibrate(
     length = min(room, TRIED_BLOCKS * max((way.scheme.block_size for way in ways), default=0) + 1)
     if not ways or ways[0].kinds:
         return Finding("refused", f"takes {max_tokens} tokens, less than a block of {believed.block_size}")
-    sample = await send(engine, model, length)
+    sample = await send(engine, model, length, adapter)
     if isinstance(sample, Finding):
         return sample
     try:
@@ -330,10 +335,10 @@ async def calibrate(
     return replace(found, sample=sample) if found.agrees else found
 
 
-async def send(engine: Asked, model: str, length: int) -> Sample | Finding:
+async def send(engine: Asked, model: str, length: int, adapter: Adapter | None = None) -> Sample | Finding:
     """A prompt of random ids that the engine has answered, or why there is none. Never raises."""
     for ids in IDS:
-        sample = Sample.draw(length, ids)
+        sample = Sample.draw(length, ids, adapter)
         try:
             status, _ = await engine.ask("/v1/completions", sample.body(model))
         except WireError as error:
@@ -345,21 +350,47 @@ async def send(engine: Asked, model: str, length: int) -> Sample | Finding:
     )
 
 
+def _firsts(sample: Sample, ways: Iterable[Suspect]) -> dict[bytes, Suspect]:
+    """The hashes that the sample's first block may have, and the way that gives each."""
+    return {sample.first(way.scheme): way for way in ways}
+
+
+def _pathless(sample: Sample, ways: Iterable[Suspect]) -> dict[bytes, Suspect]:
+    """The same for an engine that leaves an adapter's path out."""
+    if sample.adapter is None:
+        return {}
+    told = f"hashes the adapter {sample.adapter.name} without its path"
+    bare = replace(sample, adapter=replace(sample.adapter, path=""))
+    kind: Kind = "adapter"
+    return {
+        bare.first(way.scheme): Suspect(way.scheme, (kind, *way.kinds), _and(told, way.detail), _and(UPGRADE, way.fix))
+        for way in ways
+        if way.scheme.tagged
+    }
+
+
 async def _seen(sample: Sample, ways: Sequence[Suspect], pool: Keys, keys: KeyScheme, deadline: float) -> Finding:
     """Wait for the sample's blocks under the believed keys and under those of all suspects."""
-    firsts = {sample.first(way.scheme): way for way in reversed(ways)}
-    asked = [key for first in firsts for key in keys.keys(first)]
+    firsts = {**_pathless(sample, reversed(ways)), **_firsts(sample, reversed(ways))}
     try:
         async with asyncio.timeout(deadline):
-            while True:
-                there = frozenset(await pool.resident(asked))
-                for first, way in firsts.items():
-                    if there.issuperset(keys.keys(first)):
-                        more = frozenset(await pool.resident(_further_ranks(keys, first)))
-                        return _named(way, keys, _prefixes(more, first))
-                await asyncio.sleep(PAUSE)
+            first = await _first_there(firsts, pool, keys)
     except TimeoutError:
-        return await _elsewhere(sample, ways, pool, keys, firsts)
+        return await _elsewhere(sample, ways[0].scheme, firsts, pool, keys)
+    await asyncio.sleep(PAUSE)  # each rank puts its own
+    more = await pool.resident(_further_ranks(keys, first))
+    return _named(firsts[first], keys, _prefixes(more, first))
+
+
+async def _first_there(firsts: Collection[bytes], pool: Keys, keys: KeyScheme) -> bytes:
+    """Which of these blocks comes up under the believed names."""
+    asked = [key for first in firsts for key in keys.keys(first)]
+    while True:
+        there = frozenset(await pool.resident(asked))
+        for first in firsts:
+            if there.issuperset(keys.keys(first)):
+                return first
+        await asyncio.sleep(PAUSE)
 
 
 def _prefixes(keys: Collection[str], block: bytes) -> tuple[str, ...]:
@@ -396,14 +427,13 @@ def _further_ranks(keys: KeyScheme, block: bytes) -> list[str]:
 
 
 async def _elsewhere(
-    sample: Sample, ways: Sequence[Suspect], pool: Keys, keys: KeyScheme, firsts: Mapping[bytes, Suspect]
+    sample: Sample, believed: HashScheme, firsts: Mapping[bytes, Suspect], pool: Keys, keys: KeyScheme
 ) -> Finding:
     """Not under the believed names: look through the pool's keys for any that ends in one of the hashes."""
-    seeds = {sample.first(way.scheme): way for way in more_seeds(ways[0].scheme)}
-    every = {**seeds, **firsts}
+    every = {**await asyncio.to_thread(_firsts, sample, more_seeds(believed)), **firsts}
     prefixes = await pool.prefixes(every)
-    if not prefixes and not ways[0].scheme.exact:
-        return random_root(ways[0].scheme)
+    if not prefixes and not believed.exact:
+        return random_root(believed)
     if not prefixes:
         return Finding(
             "not_stored",
@@ -411,13 +441,12 @@ async def _elsewhere(
             "see that it has the MooncakeStoreConnector, kv_role kv_both or kv_producer, and the master of this pool; "
             "or its PYTHONHASHSEED is none of those that were tried: set models[].hash_seed to it",
         )
-    shown = await pool.resident([min(prefixes) + block.hex() for block in every])
-    way = min(
-        (way for block, way in every.items() if min(prefixes) + block.hex() in shown), key=_distance, default=None
-    )
-    if way is None:
+    one = min(prefixes)
+    shown = await pool.resident([one + block.hex() for block in every])
+    block = next((block for block in every if one + block.hex() in shown), None)
+    if block is None:
         return Finding("unknown", "has put blocks into the pool that are gone again", "see whether the pool is full")
-    block = sample.first(way.scheme)
+    way = every[block]
     learned = _prefixes(await pool.resident([prefix + block.hex() for prefix in prefixes]), block)
     if set(learned) == set(keys.prefixes):
         return _named(way, keys, ())

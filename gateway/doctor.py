@@ -8,7 +8,7 @@ What is dangerous is told as far as it shows from outside; `UNSEEN` says what do
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from connector.blocks import hashing_of
@@ -121,13 +121,25 @@ def _alike(model: str, engines: Sequence[Examination]) -> Iterator[Check]:
         ("lengths (max_model_len)", "warning", _length, "start all with one --max-model-len"),
     )
     for what, level, value, fix in asked:
-        by_value: dict[object, list[str]] = defaultdict(list)
-        for one in reached:
-            if (found := value(one)) is not None:
-                by_value[found].append(one.id)
-        if len(by_value) > 1:
-            told = "; ".join(f"{found} on {', '.join(ids)}" for found, ids in by_value.items())
+        if told := _different((one.id, value(one)) for one in reached):
             yield Check(subject, "fleet", level, what, f"has engines of different {what}: {told}", fix)
+    paths: dict[str, list[tuple[str, object]]] = defaultdict(list)
+    for one in reached:
+        for adapter in one.adapters:
+            paths[adapter.name].append((one.id, adapter.path))
+    for name, values in paths.items():
+        if told := _different(values):
+            says = f"has the adapter {name} at different paths, which are hashed: {told}"
+            yield Check(subject, "fleet", "wrong", "adapter paths", says, "mount it at one path on all engines")
+
+
+def _different(values: Iterable[tuple[str, object]]) -> str:
+    """Who has which value, where they are not all alike; those without one count for nothing."""
+    by_value: dict[object, list[str]] = defaultdict(list)
+    for engine, value in values:
+        if value is not None:
+            by_value[value].append(engine)
+    return "; ".join(f"{value} on {', '.join(ids)}" for value, ids in by_value.items()) if len(by_value) > 1 else ""
 
 
 def _shared_sockets(engines: Sequence[Examination]) -> Iterator[Check]:

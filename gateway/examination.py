@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 from tokenizers import Tokenizer as Backend
 
-from connector.blocks import Adapter, HashScheme, hashing_of
+from connector.blocks import Adapter, Algorithm, HashScheme, hashing_of
 from connector.calibrate import (
     DEADLINE,
     Finding,
@@ -36,10 +36,12 @@ from connector.keys import KeyScheme
 from connector.parity import calibrate_text
 from connector.vllm import CacheFacts, Card, EngineControl
 from gateway import config
-from gateway.models import Model
+from gateway.models import Model, Pool
 
 EVENTS_WAIT = 3.0
 """Seconds after a prompt for its events to arrive."""
+ADAPTERS = 2
+"""Adapters of an engine that are asked for."""
 MAX_EVENTS = 200
 """Events of an engine that are looked at."""
 
@@ -137,6 +139,12 @@ class Examination:
     @property
     def host(self) -> str:
         return urlsplit(self.spec.url).hostname or ""
+
+    @property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """Those of its model."""
+        mine = (card for card in self.cards if card.parent == self.model.name)
+        return tuple(Adapter(card.id, card.root) for card in mine if card.root is not None)
 
     async def run(self) -> None:
         """All that can be seen of this engine alone. Never raises for what the engine does."""
@@ -396,18 +404,7 @@ class Examination:
             self._add("keys", "wrong", "?", "does not tell its model's folder", "set models[].keys.prefix")
             return
         self.say(f"{self.id}: looking for a prompt's blocks in pool {self.model.pool.name}")
-        length = self.card.raw.get("max_model_len") if self.card is not None else None
-        found = await calibrate(
-            probe,
-            self.model.name,
-            believed,
-            self.model.pool.master,
-            keys,
-            block_sizes=self._sizes(),
-            max_tokens=length if isinstance(length, int) else None,
-            deadline=min(DEADLINE, self.patience),
-        )
-        self.finding = found
+        found = self.finding = await self._found(probe, believed, self.model.pool, keys)
         if found.kind == "not_stored" and self.spec.role == "decode":
             self._add("keys", "note", "none", "puts nothing into the pool, as is usual where it only decodes")
         elif found.kind in ("key_prefix", "ranks", "not_stored", "unknown", "pool_unreachable"):
@@ -416,6 +413,38 @@ class Examination:
             self._add("reachable", "wrong", "no answer", found.detail, found.fix)
         elif found.kind != "random_seed":
             self._add("keys", "agrees", ", ".join(sorted(_names(keys))))
+        if found.agrees:
+            for adapter in self.adapters[:ADAPTERS]:
+                await self._adapter(probe, believed, self.model.pool, keys, adapter)
+
+    async def _adapter(
+        self, probe: _Probe, believed: HashScheme, pool: Pool, keys: KeyScheme, adapter: Adapter
+    ) -> None:
+        found = await self._found(probe, believed, pool, keys, adapter)
+        if not found.agrees:
+            self._add(
+                "hashes",
+                "wrong",
+                "adapter",
+                f"has shown no block of the adapter {adapter.name} under the name believed: it {found.detail}",
+                found.fix,
+            )
+
+    async def _found(
+        self, probe: _Probe, believed: HashScheme, pool: Pool, keys: KeyScheme, adapter: Adapter | None = None
+    ) -> Finding:
+        length = self.card.raw.get("max_model_len") if self.card is not None else None
+        return await calibrate(
+            probe,
+            self.model.name,
+            believed,
+            pool.master,
+            keys,
+            block_sizes=self._sizes(),
+            max_tokens=length if isinstance(length, int) else None,
+            adapter=adapter,
+            deadline=min(DEADLINE, self.patience),
+        )
 
     def _sizes(self) -> Collection[int]:
         return {size for size in (self.facts.block_size, self.model.block_size) if size}
@@ -444,18 +473,13 @@ class Examination:
 
     def _told(self, believed: HashScheme) -> Suspect | None:
         """A difference that the engine's metrics tell."""
-        told = {"algorithm": self.facts.algorithm, "block_size": self.facts.block_size}
-        for way in suspects(believed, block_sizes=self._sizes())[1:]:
-            differs = {
-                kind for kind in ("algorithm", "block_size") if told[kind] not in (None, getattr(believed, kind))
-            }
-            if (
-                differs
-                and set(way.kinds) == differs
-                and all(getattr(way.scheme, kind) == told[kind] for kind in differs)
-            ):
-                return way
-        return None
+        size, name = self.facts.block_size, self.facts.algorithm
+        algorithm = Algorithm(name) if name in set(Algorithm) else believed.algorithm
+        told = replace(believed, block_size=size or believed.block_size, algorithm=algorithm)
+        if told == believed:
+            return None
+        ways = suspects(replace(believed, seed=believed.seed or ""), block_sizes=self._sizes())
+        return next((way for way in ways[1:] if replace(way.scheme, seed=believed.seed) == told), None)
 
     def _judged(self, believed: HashScheme) -> Suspect | None:
         """What the engine's events tell: the first way that is not the believed one, else the believed one."""
@@ -463,9 +487,7 @@ class Examination:
         verdicts = list(filter(None, (self._verdict(event, ways) for event in self._heard.events)))
         if any(verdict.suspect is None for verdict in verdicts):
             seeds = tuple(more_seeds(believed))
-            verdicts += [
-                verdict for event in self._heard.events[:8] if (verdict := self._verdict(event, seeds)) is not None
-            ]
+            verdicts += filter(None, (self._verdict(event, seeds) for event in self._heard.events[:8]))
             if not any(verdict.suspect and verdict.suspect.kinds for verdict in verdicts):
                 return Suspect(
                     believed,
@@ -477,8 +499,7 @@ class Examination:
         return next((way for way in named if way.kinds), next(iter(named), None))
 
     def _verdict(self, event: Mapping[str, Any], ways: Sequence[Suspect]) -> Verdict | None:
-        card = next((card for card in self.cards if card.id == event.get("lora_name") and card.parent), None)
-        adapter = Adapter(card.id, card.root) if card is not None and card.root is not None else None
+        adapter = next((one for one in self.adapters if one.name == event.get("lora_name")), None)
         try:
             return diagnose_event(event, ways, adapter=adapter)
         except (ValueError, TypeError, KeyError, AttributeError):

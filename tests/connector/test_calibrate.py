@@ -33,6 +33,7 @@ class Engine:
     stores: bool = True
     vocabulary: int = 4096
     status: int = 200
+    adapter: Adapter | None = None
     pool: set[str] = field(default_factory=set)
     asked: list[Mapping[str, Any]] = field(default_factory=list)
 
@@ -43,7 +44,8 @@ class Engine:
         if max(body["prompt"]) >= self.vocabulary:
             return 400, {}
         if self.status == 200 and self.stores:
-            hashes = hash_prompt(body["prompt"], self.scheme, salt=body["cache_salt"]).hashes
+            adapter = self.adapter if body["model"] != "tiny" else None
+            hashes = hash_prompt(body["prompt"], self.scheme, salt=body["cache_salt"], adapter=adapter).hashes
             self.pool.update(key for block in hashes for key in self.keys.keys(block))
         return self.status, {}
 
@@ -149,6 +151,22 @@ async def test_a_random_root_is_told_and_a_seed_behind_it_found() -> None:
     assert (await finding(Engine(replace(believed, seed="a seed of theirs")), believed)).kind == "random_seed"
     assert (await finding(Engine(replace(believed, seed="42")), believed)).kind == "seed"
     assert (await finding(Engine(replace(BELIEVED, fixed_root=False, seed="0")))).kind == "seed"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "path", "kind"),
+    [
+        (BELIEVED, "/adapters/chef", "agrees"),
+        (replace(BELIEVED, tagged=False), "/adapters/chef", "tagging"),
+        (BELIEVED, "", "adapter"),
+        (BELIEVED, "/elsewhere/chef", "not_stored"),
+    ],
+)
+async def test_an_adapters_blocks(scheme: HashScheme, path: str, kind: Kind) -> None:
+    engine = Engine(scheme, adapter=Adapter("chef", path))
+    found = await finding(engine, adapter=Adapter("chef", "/adapters/chef"))
+    assert found.kind == kind
+    assert engine.asked[-1]["model"] == "chef"
 
 
 async def test_another_key_prefix_is_learned() -> None:

@@ -116,8 +116,8 @@ def fleet(pool: Pool) -> Fleet:
     assert changed != template
     (pool.folder / "other.jinja").write_text(changed)
     engines = [
-        pool.engine(wait=False),
-        pool.engine("--hash-seed", "42", wait=False),
+        pool.engine("--lora", "chef=/adapters/chef", wait=False),
+        pool.engine("--hash-seed", "42", "--lora", "chef=/elsewhere/chef", wait=False),
         pool.engine("--prefix-caching-hash-algo", "sha256", wait=False),
         pool.engine(block_size=64, wait=False),
         pool.engine("--cache-prefix", "blue", wait=False),
@@ -220,6 +220,14 @@ def test_a_configuration_that_is_wrong(
     found = wrong(doctor(written(tmp_path, fleet.pool, [fleet.right.setting()], **believed, **alone), "--json"))
     assert found.keys() == {(fleet.right.id, "hashes")}
     assert found[fleet.right.id, "hashes"]["word"] == word
+
+
+def test_an_adapter_at_two_paths(fleet: Fleet, tmp_path: Path) -> None:
+    path = written(tmp_path, fleet.pool, [fleet.right.setting(), fleet.seed.setting()])
+    tree = json.loads(doctor(path, "--json").stdout)
+    says = next(check["says"] for check in tree["checks"] if check["word"] == "adapter paths")
+    assert "chef at different paths" in says
+    assert f"/elsewhere/chef on {fleet.seed.id}" in says
 
 
 def test_an_engine_from_before_tags(fleet: Fleet, tmp_path: Path) -> None:
