@@ -148,6 +148,15 @@ TextKind = Literal[
 ]
 
 
+def likely(difference: Difference, kind: Kind) -> TextKind:
+    """Why ids are likely to differ, from one prompt alone; `calibrate_text` knows better."""
+    if difference.part == "bos":
+        return "bos"
+    if kind == "completion":
+        return "tokenizer"
+    return "generation_prompt" if difference.part == "tail" else "template"
+
+
 @dataclass(frozen=True, slots=True)
 class TextFinding:
     """What was found of an engine's token ids."""

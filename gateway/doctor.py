@@ -111,6 +111,8 @@ def _alike(model: str, engines: Sequence[Examination]) -> Iterator[Check]:
     """Whether the engines of a model are alike where they share blocks."""
     reached = [one for one in engines if one.card is not None]
     subject = f"model {model}"
+    if not engines:
+        yield Check(subject, "fleet", "warning", "no engine", "has no engine", "add one under engines.static")
     asked: tuple[tuple[str, Level, Callable[[Examination], object], str], ...] = (
         ("block sizes", "wrong", lambda one: one.facts.block_size, "start all with one --block-size"),
         ("hash algorithms", "wrong", lambda one: one.facts.algorithm, "start all with one --prefix-caching-hash-algo"),

@@ -258,7 +258,7 @@ class Examination:
 
     async def _safety(self, control: EngineControl) -> None:
         """Doors that stand open, and what can be seen through them."""
-        with suppress(WireError):
+        with suppress(WireError, ValueError, TypeError, AttributeError):
             if await control.dev_mode():
                 self._add(
                     "safety",

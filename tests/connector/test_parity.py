@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 from connector.errors import Inexact, TimedOut
-from connector.parity import COMPLETION, SHAPES, Difference, TextFinding, calibrate_text, compare_ids
+from connector.parity import COMPLETION, SHAPES, Difference, TextFinding, calibrate_text, compare_ids, likely
 from connector.tokens import Tokenizer
 
 Tokens = Callable[[str, Mapping[str, Any]], Sequence[int]]
@@ -81,6 +81,18 @@ async def finding(folder: Path, engine: Engine) -> TextFinding:
 )
 def test_where_ids_part(ours: list[int], theirs: list[int], difference: Difference | None) -> None:
     assert compare_ids(ours, theirs) == difference
+
+
+def test_what_one_prompt_alone_makes_likely() -> None:
+    pairs = [
+        ([1, 2], [2], "bos", "bos"),
+        ([1, 2], [1], "generation_prompt", "tokenizer"),
+        ([1], [2], "template", "tokenizer"),
+    ]
+    for ours, theirs, chat, completion in pairs:
+        difference = compare_ids(ours, theirs)
+        assert difference is not None
+        assert (likely(difference, "chat"), likely(difference, "completion")) == (chat, completion)
 
 
 async def test_an_engine_that_agrees(model_folder: Path) -> None:
