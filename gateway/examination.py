@@ -235,6 +235,9 @@ class Examination:
         except WireError as error:
             self._add("version", "warning", "?", f"does not tell its version: {error.detail}", "see that it is vLLM")
             return
+        if version is None:
+            self._add("version", "warning", "?", "does not tell its version", "see that it is vLLM")
+            return
         self.facts = replace(self.facts, version=version)
         hashing = hashing_of(version)
         if hashing is None:
