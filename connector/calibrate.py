@@ -88,6 +88,14 @@ class Finding:
     def agrees(self) -> bool:
         return self.kind == "agrees"
 
+    @property
+    def disagrees(self) -> bool:
+        """Whether blocks are known to bear other names than ours. Neither: it could not be found out."""
+        return self.kind in _DISAGREE
+
+
+_DISAGREE = frozenset({"algorithm", "seed", "random_seed", "tagging", "block_size", "adapter", "key_prefix", "ranks"})
+
 
 class Asked(Protocol):
     """One engine, as `EngineControl` asks it."""

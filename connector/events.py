@@ -87,6 +87,7 @@ class Reported:
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
         self._next: int | None = None
         self._decoder = msgspec.msgpack.Decoder()
+        self._witness: Mapping[str, Any] | None = None
         self.capacity = DEFAULT_BLOCKS
         self.gaps = 0
         """Times that a sequence number was missing."""
@@ -104,6 +105,11 @@ class Reported:
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    def witness(self) -> Mapping[str, Any] | None:
+        """The newest event that tells of a prompt's first block, to judge hashes by; once."""
+        event, self._witness = self._witness, None
+        return event
 
     def receive(self, frames: list[bytes]) -> None:
         """Take one message in. What cannot be read is counted and treated as a gap."""
@@ -128,6 +134,8 @@ class Reported:
         elif kind == "BlockStored" and event.get("medium") in OWN_MEDIA:
             for block in event["block_hashes"]:
                 self._blocks[_key(block)] = None
+            if event.get("parent_block_hash") is None:
+                self._witness = event
             while len(self._blocks) > self.capacity:
                 self._blocks.popitem(last=False)
         elif kind == "BlockRemoved" and event.get("medium") in OWN_MEDIA:

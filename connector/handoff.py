@@ -5,11 +5,15 @@ go is cut out (connector.splice). What belongs to the gateway and never passes: 
 goes in its place), and kv_transfer_params and ec_transfer_params, which can kill an engine or make it wait
 for ever; also where they hide in vllm_xargs.
 
+Where the ids of the prompt are known to be the engine's, they can go in the prompt's place: as
+kv_transfer_params.prompt_token_ids, which makes chat skip its template and its tokenizer
+(vllm/entrypoints/openai/chat_completion/serving.py), or as the `prompt` of a completion.
+
 A prefill leg asks for one token that nobody reads: what shapes the answer (limits, stops, logprobs,
 grammars) is left out, what shapes the prompt (messages, tools, template settings) stays.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -54,12 +58,13 @@ def engine_body(
     ask_usage: bool,
     model: str | None = None,
     owned: frozenset[str] = OWNED,
+    ids: Sequence[int] | None = None,
 ) -> list[bytes]:
     """The body for the engine that answers the client, in parts.
 
     `raw` is what the client sent and `body` its parse, an object. `ask_usage` makes a streamed answer end with
     its usage, for the gateway's own account; `model` goes in place of the client's name for it; `owned` are the
-    fields that a client cannot set on this endpoint.
+    fields that a client cannot set on this endpoint; `ids` go in the prompt's place.
     """
     changes: dict[str, bytes | None] = {} if owned.isdisjoint(body) else dict.fromkeys(owned.intersection(body))
     added: dict[str, bytes] = {}
@@ -74,10 +79,18 @@ def engine_body(
         _set(body, changes, added, "stream_options", asked)
     if "vllm_xargs" in body:
         _unhide(body, changes)
+    if ids is not None:
+        _send(body, changes, added, ids)
     return spliced(raw, changes, added)
 
 
-def prefill_body(raw: bytes, body: Mapping[str, Any], salt: str | None, model: str | None = None) -> list[bytes]:
+def prefill_body(
+    raw: bytes,
+    body: Mapping[str, Any],
+    salt: str | None,
+    model: str | None = None,
+    ids: Sequence[int] | None = None,
+) -> list[bytes]:
     """The body for a prefill leg: the same prompt, one token, no stream, whatever ends early left out.
 
     `ignore_eos` makes sure that the token is not an end, since a prefill that stops is no prefill. `body` may be
@@ -93,7 +106,16 @@ def prefill_body(raw: bytes, body: Mapping[str, Any], salt: str | None, model: s
     if model is not None:
         changes["model"] = orjson.dumps(model)
     _unhide(body, changes)
+    if ids is not None:
+        _send(body, changes, added, ids)
     return spliced(raw, changes, added)
+
+
+def audit_body(raw: bytes, body: Mapping[str, Any], salt: str | None, model: str | None = None) -> list[bytes]:
+    """The body that makes an engine tell the ids of a prompt: a prefill leg's, and `return_token_ids`."""
+    parts = prefill_body(raw, body, salt, model)
+    parts[0] = b'{"return_token_ids":true,' + parts[0][1:]
+    return parts
 
 
 def wants_usage(body: Mapping[str, Any]) -> bool:
@@ -116,6 +138,17 @@ def _set(
         changes[name] = value
     else:
         added[name] = value
+
+
+def _send(
+    body: Mapping[str, Any], changes: dict[str, bytes | None], added: dict[str, bytes], ids: Sequence[int]
+) -> None:
+    """Put ids in the prompt's place."""
+    if "prompt" in body:
+        changes["prompt"] = orjson.dumps(ids)
+    else:
+        changes.pop("kv_transfer_params", None)
+        _set(body, changes, added, "kv_transfer_params", orjson.dumps({"prompt_token_ids": ids}))
 
 
 def _unhide(body: Mapping[str, Any], changes: dict[str, bytes | None]) -> None:

@@ -204,7 +204,7 @@ async def calibrate_text(
             status, answer = await engine.ask(shape.path, {**body, "return_token_ids": True})
         except WireError as error:
             return TextFinding("unreachable", detail=f"does not answer a prompt: {error.detail}")
-        theirs = _prompt_ids(answer) if status == 200 else None
+        theirs = prompt_ids(answer) if status == 200 else None
         if theirs is None:
             refused.append(shape.name)
             continue
@@ -238,7 +238,7 @@ async def calibrate_text(
     return TextFinding(kind, *outcome, detail, fix)
 
 
-def _prompt_ids(answer: Any) -> list[int] | None:
+def prompt_ids(answer: Any) -> list[int] | None:
     """The prompt's ids in an answer: on top in a chat's, with the choice in a completion's."""
     if not isinstance(answer, dict):
         return None

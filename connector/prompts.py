@@ -62,6 +62,13 @@ class Prompts:
         """All ids, encoded at once and from nothing that is remembered; blocks. Raises `Inexact`."""
         return list(self._tokenizer.chat(body) if kind == "chat" else self._tokenizer.completion(body))
 
+    def text(self, ids: Sequence[int]) -> str:
+        """What ids stand for, special tokens included."""
+        return self._tokenizer.text(ids)
+
+    def forget(self) -> None:
+        """Forget what is remembered of earlier prompts."""
+
     @property
     def held_bytes(self) -> int:
         """Bytes of memory that earlier prompts take."""

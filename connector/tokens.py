@@ -61,6 +61,10 @@ class Tokenizer:
             raise Inexact("several_prompts")
         raise Inexact("prompt_form")
 
+    def text(self, ids: Sequence[int]) -> str:
+        """What ids stand for, special tokens included."""
+        return self._backend.decode(list(ids), skip_special_tokens=False)
+
     def _encode(self, text: str, *, special: bool) -> Sequence[int]:
         try:
             text.encode()

@@ -37,19 +37,28 @@ class Counted(Struct, frozen=True):
     tokens: int
 
 
+class _Against:
+    """An engine that disagrees about a shape."""
+
+    __slots__ = ("counts_in_a_row", "for_ids", "ids_in_a_row", "reason")
+
+    def __init__(self, reason: str, *, for_ids: bool) -> None:
+        self.reason = reason
+        self.for_ids = for_ids
+        self.counts_in_a_row = 0
+        self.ids_in_a_row = 0
+
+
 class _Shape:
     """What is known of one shape."""
 
-    __slots__ = ("asked", "audits", "counts", "counts_in_a_row", "ids_in_a_row", "off", "off_for_ids")
+    __slots__ = ("against", "asked", "audits", "counts")
 
     def __init__(self) -> None:
         self.asked = 0
         self.counts = 0
         self.audits = 0
-        self.off: str | None = None
-        self.off_for_ids = False
-        self.counts_in_a_row = 0
-        self.ids_in_a_row = 0
+        self.against: dict[str, _Against] = {}
 
 
 class Agreement:
@@ -65,70 +74,87 @@ class Agreement:
     def off(self, shape: str) -> str | None:
         """Why requests of this shape are not placed by their prefix; None: they are."""
         found = self._shapes.get(shape)
-        return found.off if found is not None else None
+        if found is None or not found.against:
+            return None
+        return next(iter(found.against.values())).reason
 
     @property
     def shapes_off(self) -> int:
         """How many shapes are off exact mode."""
-        return sum(shape.off is not None for shape in self._shapes.values())
+        return sum(bool(shape.against) for shape in self._shapes.values())
 
     def verified(self, shape: str) -> bool:
         """Whether ids agreed so often that they may be sent in the prompt's place."""
         found = self._shapes.get(shape)
         return (
-            found is not None and found.off is None and found.audits >= FIRST_AUDITS and found.counts >= VERIFIED_COUNTS
+            found is not None and not found.against and found.audits >= FIRST_AUDITS and found.counts >= VERIFIED_COUNTS
         )
 
     def due(self, shape: str) -> bool:
         """Count one request of this shape; whether it should be audited."""
-        found = self._shapes.get(shape)
-        if found is None:
-            found = self._shapes[shape] = _Shape()
+        found = self._shapes.setdefault(shape, _Shape())
         found.asked += 1
         if not self._every:
             return False
-        if found.off is not None:
+        if found.against:
             return found.asked % OFF_EVERY == 1
         return found.audits < FIRST_AUDITS or found.asked % self._every == 0
 
-    def counted(self, ours: Counted, theirs: int) -> None:
+    def counted(self, ours: Counted, engine: str, theirs: int) -> None:
         """An engine counted a prompt's tokens."""
         found = self._shapes.setdefault(ours.shape, _Shape())
-        self._checks.inc(self._model, "count", "agrees" if ours.tokens == theirs else "differs")
-        if ours.tokens != theirs:
-            found.counts = found.counts_in_a_row = 0
-            if found.off is None:
-                self._turn_off(ours.shape, found, "count", f"the engine counts {theirs} tokens, we {ours.tokens}")
+        agrees = ours.tokens == theirs
+        self._checks.inc(self._model, "count", "agrees" if agrees else "differs")
+        against = found.against.get(engine)
+        if not agrees:
+            found.counts = 0
+            if against is None:
+                detail = f"it counts {theirs} tokens where we count {ours.tokens}"
+                self._turn_off(ours.shape, found, engine, _Against("count", for_ids=False), detail)
+            else:
+                against.counts_in_a_row = 0
             return
         found.counts += 1
-        found.counts_in_a_row += 1
-        if found.off is not None and not found.off_for_ids and found.counts_in_a_row >= COUNTS_BACK:
-            self._turn_on(ours.shape, found)
+        if against is not None:
+            against.counts_in_a_row += 1
+            if not against.for_ids and against.counts_in_a_row >= COUNTS_BACK:
+                self._turn_on(ours.shape, found, engine)
 
-    def audited(self, shape: str, reason: str | None, detail: str = "") -> None:
-        """An audit compared all ids: None where they are equal, else the likely reason and a sentence."""
+    def audited(self, shape: str, engine: str, reason: str | None, detail: str = "") -> None:
+        """All of a prompt's ids were compared: None where they are equal, else the likely reason and a sentence."""
         found = self._shapes.setdefault(shape, _Shape())
         self._checks.inc(self._model, "ids", reason or "agrees")
+        against = found.against.get(engine)
         if reason is not None:
-            found.audits = found.ids_in_a_row = 0
-            if found.off != reason:
-                self._turn_off(shape, found, reason, detail)
-            found.off_for_ids = True
+            found.audits = found.counts = 0
+            if against is None or against.reason != reason:
+                self._turn_off(shape, found, engine, _Against(reason, for_ids=True), detail)
+            else:
+                against.ids_in_a_row = 0
             return
         found.audits += 1
-        found.ids_in_a_row += 1
-        if found.off is not None and found.ids_in_a_row >= IDS_BACK:
-            self._turn_on(shape, found)
+        if against is not None:
+            against.ids_in_a_row += 1
+            if against.ids_in_a_row >= IDS_BACK:
+                self._turn_on(shape, found, engine)
 
-    def _turn_off(self, shape: str, found: _Shape, reason: str, detail: str) -> None:
-        found.off = reason
-        found.counts = found.counts_in_a_row = found.ids_in_a_row = 0
-        log.warning("model %s, requests of the shape %r: token ids disagree (%s): %s; they are placed by load until "
-                    "they agree again; moongate doctor tells more", self._model, shape, reason, detail)  # fmt: skip
+    def against(self, engine: str) -> bool:
+        """Whether this engine disagrees about some shape."""
+        return any(engine in shape.against for shape in self._shapes.values())
 
-    def _turn_on(self, shape: str, found: _Shape) -> None:
-        found.off, found.off_for_ids = None, False
-        log.info("model %s, requests of the shape %r: token ids agree again", self._model, shape)
+    def forget(self, engine: str) -> None:
+        """An engine is away: when it is back it may be another."""
+        for shape in self._shapes.values():
+            shape.against.pop(engine, None)
+
+    def _turn_off(self, shape: str, found: _Shape, engine: str, against: _Against, detail: str) -> None:
+        found.against[engine] = against
+        log.warning("model %s, requests of the shape %r: engine %s has other token ids (%s): %s; they are placed by "
+                    "load until it agrees again", self._model, shape, engine, against.reason, detail)  # fmt: skip
+
+    def _turn_on(self, shape: str, found: _Shape, engine: str) -> None:
+        del found.against[engine]
+        log.info("model %s, requests of the shape %r: engine %s agrees again", self._model, shape, engine)
 
 
 _FEATURES = {"tool_calls": "calls", "tool_call_id": "calls", "reasoning": "reasoning", "reasoning_content": "reasoning"}

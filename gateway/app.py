@@ -25,6 +25,7 @@ from connector.wire import Timeouts
 from gateway import config
 from gateway.agreement import Agreement
 from gateway.api import Surface, surface
+from gateway.audit import Auditor
 from gateway.cors import Cors
 from gateway.fleet import EngineSpec, EventSource, Fleet
 from gateway.front import Front
@@ -69,11 +70,19 @@ def build(settings: config.Config) -> House:
     limits = Limits(time.monotonic)
     agreements = {name: Agreement(name, telemetry.checks, every=settings.self_check.audit_every) for name in models}
     policy = load_policy(settings.policy.use, settings.policy.settings)
+    auditor = Auditor(
+        fleet=fleet,
+        models=models,
+        agreements=agreements,
+        checks=telemetry.checks,
+        calibrates=settings.self_check.calibrate,
+    )
     serve = Serve(
         tenants=tenants,
         limits=limits,
         models={name: models[model.name] for model in settings.models for name in (model.name, *model.aliases)},
         agreements=agreements,
+        auditor=auditor,
         fleet=fleet,
         policy=policy,
         fallback=LeastLoaded(),
@@ -88,6 +97,7 @@ def build(settings: config.Config) -> House:
             limits=limits,
             policy=policy,
             agreements=agreements,
+            auditor=auditor,
             telemetry=telemetry,
             access_log=settings.telemetry.access_log,
         ),
@@ -108,9 +118,11 @@ def build(settings: config.Config) -> House:
         if settings.auth.mode == "none":
             log.warning("AUTH IS OFF: everybody who reaches this port is the tenant 'anonymous'")
         await fleet.open()
+        auditor.open()
         try:
             yield
         finally:
+            await auditor.close()
             await fleet.close()
             for pool in pools.values():
                 pool.master.close()
@@ -225,6 +237,7 @@ def model_of(model: config.Model, pools: dict[str, Pool]) -> Model:
         block_size=None if model.block_size == "auto" else model.block_size,
         seed=model.hash_seed,
         hashing=None if model.vllm == "auto" else hashing_of(model.vllm),
+        sends_tokens=model.send_tokens == "verified",
         key_prefix=None if keys.prefix == "auto" else keys.prefix,
         ranks=Ranks(
             tp=keys.tp,

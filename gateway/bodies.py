@@ -71,43 +71,56 @@ async def read_object(raw: bytes) -> Mapping[str, Any]:
     return body
 
 
-async def to_answer(call: Call) -> Sequence[bytes]:
-    """The body for the engine that answers. Raises `BadRequest`."""
+async def to_answer(call: Call, ids: Sequence[int] | None = None) -> Sequence[bytes]:
+    """The body for the engine that answers; `ids` go in the prompt's place. Raises `BadRequest`."""
     looks = (
-        call.rename is not None
+        ids is not None
+        or call.rename is not None
         or not call.endpoint.owned.isdisjoint(call.body)
         or "stream_options" in call.body
         or "vllm_xargs" in call.body
     )
-    return await _made(_answering, call, looks=looks)
+    return await _made(_answering, call, ids, looks=looks)
 
 
-async def to_prefill(call: Call) -> Sequence[bytes]:
+async def to_prefill(call: Call, ids: Sequence[int] | None = None) -> Sequence[bytes]:
     """The body for a prefill leg. Raises `BadRequest`."""
-    return await _made(_prefilling, call, looks=True)
+    return await _made(_prefilling, call, ids, looks=True)
 
 
-async def _made(make: Callable[[Call], Sequence[bytes]], call: Call, *, looks: bool) -> Sequence[bytes]:
+async def _made(
+    make: Callable[[Call, Sequence[int] | None], Sequence[bytes]],
+    call: Call,
+    ids: Sequence[int] | None,
+    *,
+    looks: bool,
+) -> Sequence[bytes]:
     """A body for an engine. Where members must be looked for in a large one, that takes long: in a thread."""
     try:
         if looks and len(call.raw) > INLINE_BYTES:
-            return await asyncio.to_thread(make, call)
-        return make(call)
+            return await asyncio.to_thread(make, call, ids)
+        return make(call, ids)
     except NotAnObject:
         raise BadRequest(_TOO_MUCH) from None
 
 
-def _answering(call: Call) -> Sequence[bytes]:
+def _answering(call: Call, ids: Sequence[int] | None) -> Sequence[bytes]:
     endpoint = call.endpoint
     if endpoint.form:
         return (call.raw,)
     return engine_body(
-        call.raw, call.body, salt=call.salt, ask_usage=endpoint.asks_usage, model=call.rename, owned=endpoint.owned
+        call.raw,
+        call.body,
+        salt=call.salt,
+        ask_usage=endpoint.asks_usage,
+        model=call.rename,
+        owned=endpoint.owned,
+        ids=ids,
     )
 
 
-def _prefilling(call: Call) -> Sequence[bytes]:
-    return prefill_body(call.raw, call.body, call.salt, call.rename)
+def _prefilling(call: Call, ids: Sequence[int] | None) -> Sequence[bytes]:
+    return prefill_body(call.raw, call.body, call.salt, call.rename, ids)
 
 
 def _check_depth(body: Mapping[str, Any]) -> None:

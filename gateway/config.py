@@ -186,6 +186,8 @@ class Model(Section):
     vllm: Annotated[str, AfterValidator(_release)] = Field("auto", coerce_numbers_to_str=True)
     """The vLLM release whose way of hashing the engines follow, such as 0.32. auto: as they say."""
     keys: Keys = Keys()
+    send_tokens: Literal["never", "verified"] = "never"
+    """verified: once ids have agreed often enough, engines get them and skip their own template and tokenizer."""
 
 
 class KvEvents(Section):
@@ -261,6 +263,8 @@ class Retries(Section):
 class SelfCheck(Section):
     audit_every: int = Field(200, ge=0)
     """One of so many requests is audited: the engine that answered is asked for the prompt's ids. 0: none."""
+    calibrate: bool = True
+    """Send engines that come in some short prompts, to see whether ids, hashes and the pool's keys agree."""
 
 
 class TenantKey(Section):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 from connector.blocks import Adapter, Prefix
+from connector.calibrate import Finding
 from connector.errors import Unreachable, WireError
 from connector.events import Estimated, Held, Reported, Subscription
 from connector.vllm import CacheFacts, Card, EngineControl, Load
@@ -74,6 +75,9 @@ class Engine:
         self.cards: tuple[Card, ...] = ()
         self.version: str | None = None
         self.facts = CacheFacts(block_size=None, algorithm=None, blocks=None)
+        self.finding: Finding | None = None
+        """Whether it hashes and names blocks as is believed; None: it was not found out yet."""
+        self._found_at = 0.0
         self.trouble: str | None = "not asked yet"
         """Why it gets no work; None when it does."""
         self.requests = 0
@@ -90,6 +94,18 @@ class Engine:
         """The engine's own queue, if it was read since `oldest`."""
         return self._load.waiting if self._load is not None and self._load_at >= oldest else None
 
+    @property
+    def pooled(self) -> bool:
+        """Whether its blocks in the pool bear the names that are looked up, as far as is known."""
+        return self.finding is None or not self.finding.disagrees
+
+    def due(self, now: float, again: float) -> bool:
+        """Whether it must be calibrated: it was not, or it did not agree `again` seconds ago."""
+        return self.finding is None or (not self.finding.agrees and now - self._found_at >= again)
+
+    def found(self, finding: Finding, now: float) -> None:
+        self.finding, self._found_at = finding, now
+
     def heard(self, load: Load | None, now: float) -> None:
         if load is not None:
             self._load, self._load_at = load, now
@@ -99,6 +115,7 @@ class Engine:
         if self.trouble != trouble:
             log.warning("engine %s is out: %s", self.id, trouble)
         self.trouble = trouble
+        self.finding = None
         self.held.clear()
         self.fingerprint.forget()
 
@@ -218,6 +235,7 @@ class Fleet:
                 tokens=engine.backlog,
                 waiting=engine.waiting(oldest),
                 own_tokens=engine.held.run(prefix) * prefix.block_size if prefix is not None else 0,
+                pooled=engine.pooled,
             )
             for engine in self.engines
             if engine.trouble is None
@@ -225,6 +243,10 @@ class Fleet:
             and engine.breaker.lets_through
             and (adapter is None or any(card.id == adapter.name for card in engine.cards))
         ]
+
+    def engine(self, engine_id: str) -> Engine:
+        """The engine of that id. Raises `KeyError`."""
+        return self._engines[engine_id]
 
     def lease(self, engine_id: str, backlog: int, prefix: Prefix | None) -> Lease:
         """Count a request on an engine until it is released.

@@ -33,6 +33,8 @@ class Model:
     seed: str | None = None
     hashing: Hashing | None = None
     key_prefix: str | None = None
+    sends_tokens: bool = False
+    """Engines get a prompt's ids in its place, once they have agreed often enough."""
     ranks: Ranks = field(default_factory=Ranks)
 
     def scheme(self, facts: frozenset[CacheFacts]) -> HashScheme:

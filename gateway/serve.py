@@ -35,6 +35,7 @@ from connector.mooncake import Residency
 from connector.prompts import Known
 from gateway import forms
 from gateway.agreement import Agreement, Counted, shape_of
+from gateway.audit import MAX_AUDIT_BODY, Audit, Auditor
 from gateway.bodies import EXACT_BYTES, Call, read_object, to_answer, to_prefill
 from gateway.dialects import Dialect
 from gateway.encodings import decoded
@@ -89,6 +90,8 @@ class Plan(Struct, frozen=True):
     job: Job
     candidates: Sequence[Candidate]
     placement: Placement
+    ids: Sequence[int] | None = None
+    """The prompt's ids, where they go to the engines in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,7 @@ class Serve:
         limits: Limits,
         models: Mapping[str, Model],
         agreements: Mapping[str, Agreement],
+        auditor: Auditor,
         fleet: Fleet,
         policy: Policy,
         fallback: Policy,
@@ -127,6 +131,7 @@ class Serve:
         self._limits = limits
         self._models = models
         self._agreements = agreements
+        self._auditor = auditor
         self._fleet = fleet
         self._policy = policy
         self._fallback = fallback
@@ -216,7 +221,7 @@ class Serve:
         trace.step("place")
         if trace.recorded:
             _note(trace, call, prompt, residency, placement)
-        plan = Plan(call, prompt, job, candidates, placement)
+        plan = Plan(call, prompt, job, candidates, placement, self._ids(call, prompt))
         headers = ((b"x-request-id", exchange.request_id), *trace.context())
         deadline = self._relay.deadline()
         try:
@@ -304,8 +309,15 @@ class Serve:
         known = await prompts.know(
             kind, call.raw, call.body, domain=call.salt, scheme=scheme, salt=call.salt, adapter=call.adapter
         )
-        keys = model.keys(self._fleet.root) if scheme is not None else None
+        keys = self._auditor.keys(model) if scheme is not None else None
         return Prompt(None if off else known.tokens, known.prefix, keys, reason, Counted(shape, known.tokens), known)
+
+    def _ids(self, call: Call, prompt: Prompt) -> Sequence[int] | None:
+        """The prompt's ids for the engines, where that is wanted and they have agreed often enough."""
+        counted, known = prompt.counted, prompt.known
+        if not call.model.sends_tokens or counted is None or known is None or call.body.get("echo"):
+            return None
+        return known.ids() if self._agreements[call.model.name].verified(counted.shape) else None
 
     def _charge(self, call: Call, prompt: Prompt) -> None:
         """Take the prompt from the tenant's budget; one that was not counted is charged when it is settled."""
@@ -399,7 +411,7 @@ class Serve:
     async def _prefill(self, plan: Plan, headers: Sequence[tuple[bytes, bytes]], deadline: float) -> Reply | None:
         """Run the prefill leg, on another engine where one fails. None: let the decode engine compute the prompt."""
         call, placement, candidates = plan.call, plan.placement, list(plan.candidates)
-        leg = Leg(call.target, await to_prefill(call), plan.prompt.prefix, headers=headers)
+        leg = Leg(call.target, await to_prefill(call, plan.ids), plan.prompt.prefix, headers=headers)
         failed: GatewayError = EngineFailed("No prefill engine was tried; this is a defect of the gateway.")
         for number in range(self._bounds.attempts):
             chosen = next((c for c in candidates if c.id == placement.prefill), None)
@@ -436,7 +448,7 @@ class Serve:
         call, endpoint = plan.call, plan.call.endpoint
         return Leg(
             call.target,
-            await to_answer(call),
+            await to_answer(call, plan.ids),
             plan.prompt.prefix,
             dialect=endpoint.dialect,
             content_type=call.content_type,
@@ -444,19 +456,27 @@ class Serve:
             headers=headers,
         )
 
-    @staticmethod
-    def _account(plan: Plan, prefilled: Result | None = None) -> Account:
-        known = plan.prompt.prefix is not None and (plan.call.model.pool is None or plan.job.pool_tokens is not None)
+    def _account(self, plan: Plan, prefilled: Result | None = None) -> Account:
+        call, prompt = plan.call, plan.prompt
+        known = prompt.prefix is not None and (call.model.pool is None or plan.job.pool_tokens is not None)
         return Account(
-            plan.call.tenant,
+            call.tenant,
             plan.job,
             plan.candidates,
             plan.placement,
             known,
-            len(plan.call.raw),
+            len(call.raw),
             prefilled,
-            plan.prompt.counted,
+            prompt.counted if plan.ids is None else None,
+            self._audit(call, prompt),
         )
+
+    def _audit(self, call: Call, prompt: Prompt) -> Audit | None:
+        """What is needed to audit this request, if it is one of those that are."""
+        counted, known = prompt.counted, prompt.known
+        if counted is None or known is None or not self._agreements[call.model.name].due(counted.shape):
+            return None
+        return Audit(call, known, counted.shape) if len(call.raw) <= MAX_AUDIT_BODY else None
 
     def _targets(self, plan: Plan, prefill: str | None = None) -> list[Target]:
         """The placement's engine and its spares, each with what it would have to compute."""

@@ -8,6 +8,7 @@ import orjson
 from msgspec import Struct
 
 from gateway.agreement import Agreement, Counted
+from gateway.audit import Audit, Auditor
 from gateway.exchange import Exchange
 from gateway.limits import Limits
 from gateway.relay import Result
@@ -37,6 +38,8 @@ class Account(Struct, frozen=True):
     """The prefill leg, where there was one."""
     counted: Counted | None = None
     """Our own count of the prompt, where the engine's is worth comparing with it."""
+    audit: Audit | None = None
+    """What is to be audited when the answer was given."""
 
 
 class Settle:
@@ -48,12 +51,14 @@ class Settle:
         limits: Limits,
         policy: Policy,
         agreements: Mapping[str, Agreement],
+        auditor: Auditor,
         telemetry: Telemetry,
         access_log: bool,
     ) -> None:
         """`agreements` are by the model's name."""
         self._limits = limits
         self._agreements = agreements
+        self._auditor = auditor
         self._policy = policy
         self._telemetry = telemetry
         self._access_log = access_log
@@ -74,7 +79,9 @@ class Settle:
         telemetry.ttft.observe(result.ttft, model, result.engine)
         usage = result.usage
         if account.counted is not None and result.ok and usage is not None and usage.prompt is not None:
-            self._agreements[model].counted(account.counted, usage.prompt)
+            self._agreements[model].counted(account.counted, result.engine, usage.prompt)
+        if account.audit is not None and result.ok:
+            self._auditor.submit(account.audit, prefilled.engine)
         prompt = usage.prompt if usage is not None and usage.prompt is not None else 0
         completion = usage.completion if usage is not None and usage.completion is not None else 0
         telemetry.prompt_tokens.add(prompt, tenant.name, model)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from policies.interface import Candidate, Job, Outcome, Placement, able_to_answer, placed, uncached
+from policies.interface import Candidate, Job, Outcome, Placement, able_to_answer, expected, placed, uncached
 from policies.least_loaded import LeastLoaded
 
 
@@ -37,5 +37,5 @@ class CacheAware:
         """Nothing is learned."""
 
     def _work(self, job: Job, candidate: Candidate) -> float:
-        loaded = max(0, (job.pool_tokens or 0) - candidate.own_tokens)
+        _, loaded = expected(job, candidate)
         return uncached(job, candidate) + self._load_share * loaded + self._queue_share * self._by_load.load(candidate)

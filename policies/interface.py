@@ -43,6 +43,8 @@ class Candidate(Struct, frozen=True):
     """Requests in the engine's own queue, from every source; None where it is not known."""
     own_tokens: int
     """Leading tokens of this prompt that the engine holds itself, in whole blocks."""
+    pooled: bool = True
+    """False: it names blocks otherwise than was looked up, so that nothing of the pool can be expected there."""
 
 
 class Placement(Struct, frozen=True):
@@ -93,7 +95,8 @@ def expected(job: Job, candidate: Candidate) -> tuple[int, int]:
     vLLM asks the pool only for what lies beyond its own blocks: cached = max(own, pool), loaded =
     max(0, pool - own), never the sum.
     """
-    return candidate.own_tokens, max(0, (job.pool_tokens or 0) - candidate.own_tokens)
+    pool = job.pool_tokens or 0 if candidate.pooled else 0
+    return candidate.own_tokens, max(0, pool - candidate.own_tokens)
 
 
 def uncached(job: Job, candidate: Candidate) -> int:

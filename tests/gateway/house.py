@@ -36,6 +36,7 @@ def settings(*engines: Engine | dict[str, Any], **sections: Any) -> dict[str, An
             "poll_seconds": 60,
         },
         "policy": {"use": "round_robin"},
+        "self_check": {"audit_every": 0, "calibrate": False},
         "tenants": [
             {"name": "team-a", "keys": [{"sha256": digest(KEY)}]},
             {"name": "team-b", "keys": [{"sha256": digest(OTHER_KEY)}]},

@@ -40,6 +40,7 @@ FULL: dict[str, Any] = {
             "pool": "main",
             "hash": "sha256",
             "hash_seed": 0,
+            "send_tokens": "verified",
             "block_size": 32,
             "vllm": "0.32",
             "keys": {
@@ -70,7 +71,7 @@ FULL: dict[str, Any] = {
     "policy": {"use": "least_loaded", "settings": {"request_tokens": 5}},
     "timeouts": {"body": 1, "connect": 2, "head": 3, "idle": 4, "write": 9, "keep_alive": 7, "total": 5, "handoff": 6},
     "retries": {"attempts": 3, "budget": 0.5, "local_prefill": True},
-    "self_check": {"audit_every": 50},
+    "self_check": {"audit_every": 50, "calibrate": False},
     "tenants": [
         {
             "name": "team-a",

@@ -1,0 +1,211 @@
+"""What the running gateway finds out by itself: engines that render, hash or name blocks otherwise than believed.
+
+Simulated engines and a real Mooncake master, all on the loopback.
+"""
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from connector.errors import Inexact
+from connector.simulated.model import NAME, make
+from connector.tokens import Tokenizer
+from gateway import commands
+from gateway.processes import Child
+from tests.double import Call, Script, completed, refused, whole
+from tests.gateway.house import House, Street, eventually, serving, settings
+from tests.real.stack import MASTER, Master, free_port, inherited, killed_unless_ready, start_master
+
+REQUESTS = 20
+LONG = "the engine loads a block of the prefix from the pool " * 12
+
+pytestmark = pytest.mark.skipif(not MASTER.exists(), reason="mooncake_master is not installed")
+
+
+@dataclass
+class Fleet:
+    """Simulated engines over one pool."""
+
+    folder: Path
+    logs: Path
+    master: Master
+    _stack: ExitStack = field(repr=False)
+
+    def engine(self, *flags: str, events: bool = False) -> dict[str, Any]:
+        """Start one; what a configuration says of it."""
+        port, events_port = free_port(), free_port() if events else None
+        command = commands.simulated(
+            commands.EngineFlags(
+                model=self.folder,
+                name="tiny",
+                port=port,
+                master=self.master.rpc,
+                role="both",
+                block_size=16,
+                events_port=events_port,
+                more=("--time-scale", "0", *flags),
+            )
+        )
+        child = Child(f"engine-{port}", command, self.logs, inherited())
+        self._stack.callback(child.stop)
+        with killed_unless_ready(child):
+            child.wait_for(f"http://127.0.0.1:{port}/health", 60)
+        found: dict[str, Any] = {"url": f"http://127.0.0.1:{port}", "model": "tiny"}
+        return found | ({"kv_events": {"connect": f"tcp://127.0.0.1:{events_port}"}} if events else {})
+
+    def tree(self, *engines: dict[str, Any], **model: Any) -> dict[str, Any]:
+        """A configuration over these engines; `model` is added to what is said of their model."""
+        return settings(
+            *engines,
+            models=[{"name": "tiny", "tokenizer": str(self.folder), "pool": "main", **model}],
+            pools={"main": {"admin": [self.master.admin], "deadline_ms": 1000}},
+            telemetry={"expose_routing": True},
+            self_check={"audit_every": 5},
+            policy={"use": "cache_aware"},
+        )
+
+    def other_template(self) -> Path:
+        """The model's folder with another template."""
+        folder = self.logs / "other" / NAME
+        shutil.copytree(self.folder, folder, dirs_exist_ok=True)
+        path = folder / "chat_template.jinja"
+        path.write_text(path.read_text().replace("'<|im_end|>\\n'", "'<|im_end|>\\n\\n'"))
+        return folder
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    logs = tmp_path_factory.mktemp("selfcheck")
+    with ExitStack() as stack:
+        master = start_master(logs)
+        stack.callback(master.stop)
+        yield Fleet(make(logs / NAME), logs, master, stack)
+
+
+@pytest.fixture(scope="module")
+def engine(fleet: Fleet) -> dict[str, Any]:
+    return fleet.engine()
+
+
+async def found(house: House, check: str, result: str) -> bool:
+    return await house.metric("agreement_checks_total", check=check, result=result) > 0
+
+
+async def ask(house: House, requests: int = REQUESTS) -> None:
+    for number in range(requests):
+        assert (await house.chat(f"{number} {LONG}", max_tokens=2)).status_code == 200
+
+
+async def test_healthy_engines_agree(fleet: Fleet, engine: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(fleet.tree(engine)) as house:
+        await ask(house)
+        await eventually(lambda: found(house, "keys", "agrees"))
+        await eventually(lambda: found(house, "ids", "agrees"))
+        assert await found(house, "count", "agrees")
+        for line in (await house.metrics()).splitlines():
+            if line.startswith("moongate_agreement_checks_total"):
+                assert 'result="agrees"' in line, line
+    assert "until" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind"),
+    [
+        ({"hash_seed": "0"}, "seed"),
+        ({"hash_seed": "31337"}, "seed"),
+        ({"hash": "sha256"}, "algorithm"),
+        ({"block_size": 32}, "block_size"),
+        ({"keys": {"prefix": "another"}}, "key_prefix"),
+        ({"keys": {"tp": 2}}, "ranks"),
+    ],
+    ids=str,
+)
+async def test_wrong_names_of_blocks_are_found(
+    fleet: Fleet, engine: dict[str, Any], wrong: dict[str, Any], kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    async with serving(fleet.tree(engine, **wrong)) as house:
+        await ask(house)
+        await eventually(lambda: found(house, "keys", kind), 20)
+        route = (await house.chat(LONG)).headers["x-moongate-route"]
+    assert route.endswith("pool=0")
+    assert "nothing of the pool is expected of it" in caplog.text
+
+
+async def test_another_template_is_found(
+    fleet: Fleet, engine: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    async with serving(fleet.tree(engine, tokenizer=str(fleet.other_template()))) as house:
+        await ask(house)
+        await eventually(lambda: found(house, "ids", "template"))
+        assert await house.metric("inexact_total", reason="template") > 0
+        route = (await house.chat(LONG)).headers["x-moongate-route"]
+        assert route.endswith("own=0; pool=0")
+        body = {"model": "tiny", "prompt": LONG, "max_tokens": 2}
+        for _ in range(2):
+            route = (await house.client.post("/v1/completions", json=body)).headers["x-moongate-route"]
+        assert "own=0" not in route, "what the template has no part in is not held up"
+    assert "renders chats with another template" in caplog.text
+    assert "the engine loads" not in caplog.text
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_ids_are_sent_once_they_agreed_often_enough(street: Street, fleet: Fleet, path: str) -> None:
+    """The double counts what it is sent as the simulated model would."""
+    tokenizer = Tokenizer(fleet.folder)
+    wrong = False
+
+    def ids_of(body: dict[str, Any]) -> list[int]:
+        given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids") or body.get("prompt")
+        if isinstance(given, list):
+            return given
+        made = list(tokenizer.chat(body) if "messages" in body else tokenizer.completion(body))
+        return [*made, 1] if wrong else made
+
+    def answer(call: Call) -> Script:
+        try:
+            ids = ids_of(call.json())
+        except Inexact:
+            return refused(400, "not known here")
+        said = completed("A", "length", prompt=len(ids))
+        if call.json().get("return_token_ids"):
+            said |= {"prompt_token_ids": ids}
+        return whole(200, said)
+
+    engine = await street.engine()
+    engine.script = answer
+    model = {"name": "tiny", "tokenizer": str(fleet.folder), "send_tokens": "verified"}
+    house = await street.house(engine, models=[model], self_check={"audit_every": 1, "calibrate": False})
+
+    def sent() -> list[dict[str, Any]]:
+        return [call.json() for call in engine.asked if not call.json().get("return_token_ids")]
+
+    async def one(number: int) -> dict[str, Any]:
+        text = f"{number} {LONG}"
+        body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "prompt": text}
+        del body["prompt" if path == "/v1/chat/completions" else "messages"]
+        assert (await house.client.post(path, json=body)).status_code == 200
+        await asyncio.sleep(0.02)
+        return sent()[-1]
+
+    def has_ids(body: dict[str, Any]) -> bool:
+        return isinstance(body.get("prompt"), list) or "kv_transfer_params" in body
+
+    asked = [await one(number) for number in range(24)]
+    assert not any(has_ids(body) for body in asked[:20]), "not before they agreed often"
+    assert has_ids(asked[-1])
+    assert ids_of(asked[-1]) == ids_of(
+        {"messages": [{"role": "user", "content": f"23 {LONG}"}], "prompt": f"23 {LONG}"}
+    )
+    wrong = True
+    await one(24)
+    await eventually(lambda: found(house, "ids", "tokenizer"))
+    assert not has_ids(await one(25)), "a disagreement ends it at once"
