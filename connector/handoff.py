@@ -111,6 +111,12 @@ def prefill_body(
     return spliced(raw, changes, added)
 
 
+def ids_body(model: str, ids: Sequence[int], salt: str | None) -> bytes:
+    """The body of a completion that computes a prompt given by its ids, and nothing else."""
+    asked: dict[str, Any] = {"model": model, "prompt": ids, "max_tokens": 1, "ignore_eos": True}
+    return orjson.dumps(asked if salt is None else {**asked, "cache_salt": salt})
+
+
 def audit_body(raw: bytes, body: Mapping[str, Any], salt: str | None, model: str | None = None) -> list[bytes]:
     """The body that makes an engine tell the ids of a prompt: a prefill leg's, and `return_token_ids`."""
     parts = prefill_body(raw, body, salt, model)

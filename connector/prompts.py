@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from connector.blocks import Adapter, HashScheme, Prefix, hash_prompt
+from connector.blocks import Adapter, HashScheme, Media, Prefix, hash_prompt
 from connector.tokens import Tokenizer
 
 Kind = Literal["chat", "completion"]
@@ -24,10 +24,22 @@ class Known:
     encoded: int
     """How many of its tokens had to be encoded anew."""
     _made: Callable[[], list[int]]
+    media: bool = False
+    """Whether it is more than its ids: pictures, sound."""
 
     def ids(self) -> list[int]:
         """All token ids, made on demand."""
         return self._made()
+
+
+async def hashed(
+    ids: list[int], scheme: HashScheme | None, *, salt: str | None, adapter: Adapter | None, media: Sequence[Media] = ()
+) -> Known:
+    """What is known of a prompt whose ids were made elsewhere."""
+    if scheme is None:
+        return Known(len(ids), None, 0, lambda: ids, bool(media))
+    prefix = await asyncio.to_thread(hash_prompt, ids, scheme, salt=salt, adapter=adapter, media=media)
+    return Known(len(ids), prefix, 0, lambda: ids, bool(media))
 
 
 class Prompts:

@@ -18,6 +18,7 @@ from connector.blocks import Algorithm, hashing_of
 from connector.keys import Ranks
 from connector.mooncake import Master
 from connector.prompts import Prompts
+from connector.remote import RemoteRender
 from connector.render import Rules
 from connector.templates import chat_template
 from connector.tokens import Tokenizer
@@ -63,9 +64,10 @@ def build(settings: config.Config) -> House:
     """The house. Raises `NoTokenizer`, `BadPolicy`, `BadAuthority` or `BadTemplate` for what is named and not there."""
     telemetry = Telemetry(otlp=settings.telemetry.otlp, sample=settings.telemetry.sample)
     tenants = _tenants(settings)
-    fleet = _fleet(settings)
+    tls = authorities(settings.engines.ca)
+    fleet = _fleet(settings, tls)
     pools = {name: Pool(name, Master(pool.admin, pool.deadline_ms / 1000)) for name, pool in settings.pools.items()}
-    models = {model.name: model_of(model, pools) for model in settings.models}
+    models = {model.name: model_of(model, pools, tls) for model in settings.models}
     cors = Cors(settings.listen.cors.origins)
     limits = Limits(time.monotonic)
     agreements = {name: Agreement(name, telemetry.checks, every=settings.self_check.audit_every) for name in models}
@@ -126,6 +128,8 @@ def build(settings: config.Config) -> House:
             await fleet.close()
             for pool in pools.values():
                 pool.master.close()
+            for model in models.values():
+                model.close()
             telemetry.close()
 
     application = surface(
@@ -168,7 +172,7 @@ def _tenants(settings: config.Config) -> Tenants:
     return Tenants(by_digest, secret)
 
 
-def _fleet(settings: config.Config) -> Fleet:
+def _fleet(settings: config.Config, tls: ssl.SSLContext | None) -> Fleet:
     specs = [
         EngineSpec(
             url=engine.url,
@@ -187,7 +191,7 @@ def _fleet(settings: config.Config) -> Fleet:
         ),
         poll=settings.engines.poll_seconds,
         clock=time.monotonic,
-        tls=authorities(settings.engines.ca),
+        tls=tls,
     )
 
 
@@ -225,7 +229,14 @@ def _template(path: Path) -> str:
     return source
 
 
-def model_of(model: config.Model, pools: dict[str, Pool]) -> Model:
+def _render(settings: config.Render | None, tls: ssl.SSLContext | None) -> RemoteRender | None:
+    if settings is None:
+        return None
+    key = settings.api_key.get_secret_value() if settings.api_key is not None else None
+    return RemoteRender(settings.url, settings.deadline_ms / 1000, key, tls)
+
+
+def model_of(model: config.Model, pools: dict[str, Pool], tls: ssl.SSLContext | None) -> Model:
     keys = model.keys
     return Model(
         name=model.name,
@@ -237,6 +248,7 @@ def model_of(model: config.Model, pools: dict[str, Pool]) -> Model:
         block_size=None if model.block_size == "auto" else model.block_size,
         seed=model.hash_seed,
         hashing=None if model.vllm == "auto" else hashing_of(model.vllm),
+        render=_render(model.render, tls),
         sends_tokens=model.send_tokens == "verified",
         key_prefix=None if keys.prefix == "auto" else keys.prefix,
         ranks=Ranks(

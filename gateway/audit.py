@@ -22,7 +22,7 @@ from connector.calibrate import Finding, calibrate, diagnose_event, suspects
 from connector.errors import Inexact, WireError
 from connector.events import Reported
 from connector.handoff import audit_body
-from connector.mooncake import KeyScheme
+from connector.keys import KeyScheme
 from connector.parity import COMPLETION, SHAPES, Difference, TextFinding, calibrate_text, compare_ids, prompt_ids
 from connector.prompts import Known
 from connector.splice import NotAnObject
@@ -44,6 +44,8 @@ WAITING = 4
 """Audits that may wait for their turn; more are dropped."""
 AUDIT_SECONDS = 30.0
 """For an audit's answer."""
+AUDITED = frozenset({"chat", "completion"})
+"""Prompts of which an engine tells the ids with its answer."""
 MAX_AUDIT_BODY = 1024 * 1024
 """Bytes of a request's body above which it is not audited."""
 MAX_ANSWER = 16 * 1024 * 1024

@@ -167,6 +167,15 @@ class Chat(Section):
     """--exclude-tools-when-tool-choice-none of the engines."""
 
 
+class Render(Section):
+    url: Origin
+    """A server that renders: an engine with --enable-scale-out, or `vllm launch render`, which needs no GPU."""
+    deadline_ms: float = Field(250, gt=0)
+    """How long it may take; then the request is placed by load."""
+    api_key: Secret | None = None
+    """Sent to it as its bearer key."""
+
+
 class Model(Section):
     name: Name
     """The name that clients use and engines serve."""
@@ -186,6 +195,8 @@ class Model(Section):
     vllm: Annotated[str, AfterValidator(_release)] = Field("auto", coerce_numbers_to_str=True)
     """The vLLM release whose way of hashing the engines follow, such as 0.32. auto: as they say."""
     keys: Keys = Keys()
+    render: Render | None = None
+    """Who renders what cannot be rendered here: pictures, /v1/responses, /v1/messages, templates that are code."""
     send_tokens: Literal["never", "verified"] = "never"
     """verified: once ids have agreed often enough, engines get them and skip their own template and tokenizer."""
 

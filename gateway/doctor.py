@@ -50,7 +50,7 @@ async def examine(settings: config.Config, *, patience: float, say: Say = lambda
     """
     tls = authorities(settings.engines.ca)
     pools = {name: Pool(name, Master(pool.admin, patience)) for name, pool in settings.pools.items()}
-    models = {model.name: model_of(model, pools) for model in settings.models}
+    models = {model.name: model_of(model, pools, tls) for model in settings.models}
     words = {model.name: words_of(model) for model in settings.models}
     examinations = [
         Examination(engine, models[engine.model], words[engine.model], tls, patience, say)
@@ -70,8 +70,7 @@ async def examine(settings: config.Config, *, patience: float, say: Say = lambda
         await _loads(examinations)
     finally:
         for model in models.values():
-            if model.prompts is not None:
-                model.prompts.close()
+            model.close()
         for pool in pools.values():
             pool.master.close()
     for examination in examinations:

@@ -7,6 +7,9 @@ from typing import Literal
 from connector.handoff import OWNED
 from gateway.dialects import Dialect
 
+PromptKind = Literal["chat", "completion", "responses", "messages"]
+"""The first two are rendered and tokenised here; all of them by a render endpoint, where one is configured."""
+
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
@@ -14,8 +17,8 @@ class Endpoint:
 
     path: str
     dialect: Dialect = Dialect.CHAT
-    prompt: Literal["chat", "completion"] | None = None
-    """How its prompt is made into tokens here; None: it is placed by load."""
+    prompt: PromptKind | None = None
+    """How its prompt is made into tokens; None: it is placed by load."""
     salted: bool = True
     """vLLM's request has cache_salt (vllm/entrypoints/*/protocol.py)."""
     asks_usage: bool = False
@@ -34,8 +37,8 @@ ENDPOINTS = {
         Endpoint("/v1/chat/completions", prompt="chat", asks_usage=True),
         Endpoint("/v1/completions", prompt="completion", asks_usage=True),
         # vLLM keeps a response under the request_id of its body: a client could take another's place with one
-        Endpoint("/v1/responses", Dialect.RESPONSES, makes=True, owned=OWNED | {"request_id"}),
-        Endpoint("/v1/messages", Dialect.MESSAGES),
+        Endpoint("/v1/responses", Dialect.RESPONSES, prompt="responses", makes=True, owned=OWNED | {"request_id"}),
+        Endpoint("/v1/messages", Dialect.MESSAGES, prompt="messages"),
         Endpoint("/v1/messages/count_tokens", Dialect.MESSAGES, salted=False),
         Endpoint("/v1/embeddings"),
         Endpoint("/v1/rerank"),

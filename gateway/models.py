@@ -8,6 +8,7 @@ from connector.errors import Inexact
 from connector.keys import KeyScheme, Ranks
 from connector.mooncake import Master
 from connector.prompts import Prompts
+from connector.remote import RemoteRender
 from connector.vllm import CacheFacts
 
 CURRENT = Hashing(tagged=True, fixed_root=True)
@@ -27,6 +28,8 @@ class Model:
 
     name: str
     prompts: Prompts | None = None
+    render: RemoteRender | None = None
+    """Who renders what cannot be rendered here."""
     pool: Pool | None = None
     algorithm: Algorithm | None = None
     block_size: int | None = None
@@ -36,6 +39,13 @@ class Model:
     sends_tokens: bool = False
     """Engines get a prompt's ids in its place, once they have agreed often enough."""
     ranks: Ranks = field(default_factory=Ranks)
+
+    def close(self) -> None:
+        """End what runs for it."""
+        if self.prompts is not None:
+            self.prompts.close()
+        if self.render is not None:
+            self.render.close()
 
     def scheme(self, facts: frozenset[CacheFacts]) -> HashScheme:
         """How this model's engines hash. Raises `Inexact` where that is not known.

@@ -29,17 +29,17 @@ from msgspec.structs import replace
 
 from connector.blocks import Adapter, HashScheme, Prefix
 from connector.errors import Inexact
-from connector.handoff import wants_usage
+from connector.handoff import ids_body, wants_usage
 from connector.keys import KeyScheme
 from connector.mooncake import Residency
-from connector.prompts import Known
+from connector.prompts import Known, hashed
 from gateway import forms
 from gateway.agreement import Agreement, Counted, shape_of
-from gateway.audit import MAX_AUDIT_BODY, Audit, Auditor
+from gateway.audit import AUDITED, MAX_AUDIT_BODY, Audit, Auditor
 from gateway.bodies import EXACT_BYTES, Call, read_object, to_answer, to_prefill
 from gateway.dialects import Dialect
 from gateway.encodings import decoded
-from gateway.endpoints import ENDPOINTS, STORED, Endpoint
+from gateway.endpoints import ENDPOINTS, STORED, Endpoint, PromptKind
 from gateway.errors import (
     BadRequest,
     Broken,
@@ -225,7 +225,7 @@ class Serve:
         headers = ((b"x-request-id", exchange.request_id), *trace.context())
         deadline = self._relay.deadline()
         try:
-            if placement.prefill is None:
+            if placement.prefill is None or not _divides(call, prompt):
                 leg = await self._answer_leg(plan, headers)
                 return await self._relay.open(leg, self._targets(plan), deadline), self._account(plan)
             return await self._open_apart(trace, plan, headers, deadline)
@@ -288,11 +288,9 @@ class Serve:
         return prompt
 
     async def _prompt(self, call: Call) -> Prompt:
-        kind, model, prompts = call.endpoint.prompt, call.model, call.model.prompts
+        kind, model = call.endpoint.prompt, call.model
         if kind is None:
             raise Inexact("endpoint")
-        if prompts is None:
-            raise Inexact("no_tokenizer")
         if len(call.raw) > EXACT_BYTES:
             raise Inexact("too_long")
         shape = shape_of(kind, call.body)
@@ -306,16 +304,37 @@ class Serve:
                 scheme = model.scheme(self._fleet.facts(model.name))
             except Inexact as error:
                 reason = error.reason
-        known = await prompts.know(
-            kind, call.raw, call.body, domain=call.salt, scheme=scheme, salt=call.salt, adapter=call.adapter
-        )
+        known = await self._known(call, kind, scheme)
         keys = self._auditor.keys(model) if scheme is not None else None
         return Prompt(None if off else known.tokens, known.prefix, keys, reason, Counted(shape, known.tokens), known)
+
+    async def _known(self, call: Call, kind: PromptKind, scheme: HashScheme | None) -> Known:
+        """A prompt's ids and hashes: made here where that is exact, else by a server that renders. Raises `Inexact`."""
+        model, salt, adapter = call.model, call.salt, call.adapter
+        here = kind if kind == "chat" or kind == "completion" else None  # noqa: PLR1714 - this way mypy follows
+        why = Inexact("endpoint" if here is None else "no_tokenizer")
+        if model.prompts is not None and here is not None:
+            try:
+                return await model.prompts.know(
+                    here, call.raw, call.body, domain=salt, scheme=scheme, salt=salt, adapter=adapter
+                )
+            except Inexact as error:
+                why = error
+        if model.render is None:
+            raise why
+        rendered = await model.render.render(call.endpoint.path, await to_answer(call))
+        return await hashed(rendered.token_ids, scheme, salt=salt, adapter=adapter, media=rendered.media)
 
     def _ids(self, call: Call, prompt: Prompt) -> Sequence[int] | None:
         """The prompt's ids for the engines, where that is wanted and they have agreed often enough."""
         counted, known = prompt.counted, prompt.known
-        if not call.model.sends_tokens or counted is None or known is None or call.body.get("echo"):
+        if (
+            not call.model.sends_tokens
+            or call.endpoint.prompt not in AUDITED
+            or counted is None
+            or known is None
+            or call.body.get("echo")
+        ):
             return None
         return known.ids() if self._agreements[call.model.name].verified(counted.shape) else None
 
@@ -411,7 +430,7 @@ class Serve:
     async def _prefill(self, plan: Plan, headers: Sequence[tuple[bytes, bytes]], deadline: float) -> Reply | None:
         """Run the prefill leg, on another engine where one fails. None: let the decode engine compute the prompt."""
         call, placement, candidates = plan.call, plan.placement, list(plan.candidates)
-        leg = Leg(call.target, await to_prefill(call, plan.ids), plan.prompt.prefix, headers=headers)
+        leg = await self._prefill_leg(plan, headers)
         failed: GatewayError = EngineFailed("No prefill engine was tried; this is a defect of the gateway.")
         for number in range(self._bounds.attempts):
             chosen = next((c for c in candidates if c.id == placement.prefill), None)
@@ -431,6 +450,15 @@ class Serve:
             raise failed
         self._telemetry.handoffs.inc(call.model.name, "local_prefill")
         return None
+
+    @staticmethod
+    async def _prefill_leg(plan: Plan, headers: Sequence[tuple[bytes, bytes]]) -> Leg:
+        """The prompt alone. Of an endpoint that is no chat and no completion, by its ids, as a completion."""
+        call, prompt = plan.call, plan.prompt
+        if call.endpoint.prompt in AUDITED or prompt.known is None:
+            return Leg(call.target, await to_prefill(call, plan.ids), prompt.prefix, headers=headers)
+        body = ids_body(call.rename or call.body["model"], prompt.known.ids(), call.salt)
+        return Leg("/v1/completions", (body,), prompt.prefix, headers=headers)
 
     async def _handed_over(self, plan: Plan) -> bool:
         """Wait until the pool has the prompt's last full block: a prefill's answer comes before its blocks."""
@@ -474,7 +502,9 @@ class Serve:
     def _audit(self, call: Call, prompt: Prompt) -> Audit | None:
         """What is needed to audit this request, if it is one of those that are."""
         counted, known = prompt.counted, prompt.known
-        if counted is None or known is None or not self._agreements[call.model.name].due(counted.shape):
+        if counted is None or known is None or call.endpoint.prompt not in AUDITED:
+            return None
+        if not self._agreements[call.model.name].due(counted.shape):
             return None
         return Audit(call, known, counted.shape) if len(call.raw) <= MAX_AUDIT_BODY else None
 
@@ -543,6 +573,11 @@ def _note(trace: Trace, call: Call, prompt: Prompt, residency: Residency | None,
     trace.fact("moongate.reason", placement.reason)
     trace.fact("moongate.predicted.own_tokens", placement.own_tokens)
     trace.fact("moongate.predicted.pool_tokens", placement.pool_tokens)
+
+
+def _divides(call: Call, prompt: Prompt) -> bool:
+    """Whether there is a way to have the prompt computed by itself."""
+    return call.endpoint.prompt in AUDITED or (prompt.known is not None and not prompt.known.media)
 
 
 def _among(candidates: Sequence[Candidate], placement: Placement) -> Placement:

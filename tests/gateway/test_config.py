@@ -41,6 +41,7 @@ FULL: dict[str, Any] = {
             "hash": "sha256",
             "hash_seed": 0,
             "send_tokens": "verified",
+            "render": {"url": "http://127.0.0.1:8200", "deadline_ms": 100, "api_key": "r"},
             "block_size": 32,
             "vllm": "0.32",
             "keys": {

@@ -5,23 +5,17 @@ Simulated engines and a real Mooncake master, all on the loopback.
 
 import asyncio
 import logging
-import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from connector.errors import Inexact
-from connector.simulated.model import NAME, make
 from connector.tokens import Tokenizer
-from gateway import commands
-from gateway.processes import Child
 from tests.double import Call, Script, completed, refused, whole
-from tests.gateway.house import House, Street, eventually, serving, settings
-from tests.real.stack import MASTER, Master, free_port, inherited, killed_unless_ready, start_master
+from tests.gateway.house import House, Street, eventually, serving
+from tests.gateway.simfleet import Fleet, simulated_fleet
+from tests.real.stack import MASTER
 
 REQUESTS = 20
 LONG = "the engine loads a block of the prefix from the pool " * 12
@@ -29,64 +23,10 @@ LONG = "the engine loads a block of the prefix from the pool " * 12
 pytestmark = pytest.mark.skipif(not MASTER.exists(), reason="mooncake_master is not installed")
 
 
-@dataclass
-class Fleet:
-    """Simulated engines over one pool."""
-
-    folder: Path
-    logs: Path
-    master: Master
-    _stack: ExitStack = field(repr=False)
-
-    def engine(self, *flags: str, events: bool = False) -> dict[str, Any]:
-        """Start one; what a configuration says of it."""
-        port, events_port = free_port(), free_port() if events else None
-        command = commands.simulated(
-            commands.EngineFlags(
-                model=self.folder,
-                name="tiny",
-                port=port,
-                master=self.master.rpc,
-                role="both",
-                block_size=16,
-                events_port=events_port,
-                more=("--time-scale", "0", *flags),
-            )
-        )
-        child = Child(f"engine-{port}", command, self.logs, inherited())
-        self._stack.callback(child.stop)
-        with killed_unless_ready(child):
-            child.wait_for(f"http://127.0.0.1:{port}/health", 60)
-        found: dict[str, Any] = {"url": f"http://127.0.0.1:{port}", "model": "tiny"}
-        return found | ({"kv_events": {"connect": f"tcp://127.0.0.1:{events_port}"}} if events else {})
-
-    def tree(self, *engines: dict[str, Any], **model: Any) -> dict[str, Any]:
-        """A configuration over these engines; `model` is added to what is said of their model."""
-        return settings(
-            *engines,
-            models=[{"name": "tiny", "tokenizer": str(self.folder), "pool": "main", **model}],
-            pools={"main": {"admin": [self.master.admin], "deadline_ms": 1000}},
-            telemetry={"expose_routing": True},
-            self_check={"audit_every": 5},
-            policy={"use": "cache_aware"},
-        )
-
-    def other_template(self) -> Path:
-        """The model's folder with another template."""
-        folder = self.logs / "other" / NAME
-        shutil.copytree(self.folder, folder, dirs_exist_ok=True)
-        path = folder / "chat_template.jinja"
-        path.write_text(path.read_text().replace("'<|im_end|>\\n'", "'<|im_end|>\\n\\n'"))
-        return folder
-
-
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    logs = tmp_path_factory.mktemp("selfcheck")
-    with ExitStack() as stack:
-        master = start_master(logs)
-        stack.callback(master.stop)
-        yield Fleet(make(logs / NAME), logs, master, stack)
+    with simulated_fleet(tmp_path_factory.mktemp("selfcheck")) as fleet:
+        yield fleet
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,75 @@
+"""Simulated engines over a real Mooncake master, for gateways in the test's own process."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from connector.simulated.model import NAME, make
+from gateway import commands
+from gateway.processes import Child
+from policies.interface import Role
+from tests.gateway.house import settings
+from tests.real.stack import Master, free_port, inherited, killed_unless_ready, start_master
+
+
+@dataclass
+class Fleet:
+    """Simulated engines over one pool."""
+
+    folder: Path
+    logs: Path
+    master: Master
+    _stack: ExitStack = field(repr=False)
+
+    def engine(self, *flags: str, events: bool = False, role: Role = "both") -> dict[str, Any]:
+        """Start one; what a configuration says of it."""
+        port, events_port = free_port(), free_port() if events else None
+        command = commands.simulated(
+            commands.EngineFlags(
+                model=self.folder,
+                name="tiny",
+                port=port,
+                master=self.master.rpc,
+                role=role,
+                block_size=16,
+                events_port=events_port,
+                more=("--time-scale", "0", *flags),
+            )
+        )
+        child = Child(f"engine-{port}", command, self.logs, inherited())
+        self._stack.callback(child.stop)
+        with killed_unless_ready(child):
+            child.wait_for(f"http://127.0.0.1:{port}/health", 60)
+        found: dict[str, Any] = {"url": f"http://127.0.0.1:{port}", "model": "tiny", "role": role}
+        return found | ({"kv_events": {"connect": f"tcp://127.0.0.1:{events_port}"}} if events else {})
+
+    def tree(self, *engines: dict[str, Any], **model: Any) -> dict[str, Any]:
+        """A configuration over these engines; `model` is added to what is said of their model."""
+        return settings(
+            *engines,
+            models=[{"name": "tiny", "tokenizer": str(self.folder), "pool": "main", **model}],
+            pools={"main": {"admin": [self.master.admin], "deadline_ms": 1000}},
+            telemetry={"expose_routing": True},
+            self_check={"audit_every": 5},
+            policy={"use": "cache_aware"},
+        )
+
+    def other_template(self) -> Path:
+        """The model's folder with another template."""
+        folder = self.logs / "other" / NAME
+        shutil.copytree(self.folder, folder, dirs_exist_ok=True)
+        path = folder / "chat_template.jinja"
+        path.write_text(path.read_text().replace("'<|im_end|>\\n'", "'<|im_end|>\\n\\n'"))
+        return folder
+
+
+@contextmanager
+def simulated_fleet(logs: Path) -> Iterator[Fleet]:
+    """A fleet without engines yet."""
+    with ExitStack() as stack:
+        master = start_master(logs)
+        stack.callback(master.stop)
+        yield Fleet(make(logs / NAME), logs, master, stack)
