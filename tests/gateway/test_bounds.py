@@ -119,7 +119,7 @@ async def test_a_slot_is_free_when_the_client_has_its_answer(street: Street) -> 
     for _ in range(3):
         engine.always(*stream(delta("a"), DONE, gate))
         client.ask(orjson.dumps(chat(stream=True)))
-        said = await client.until(LAST_CHUNK)
+        said = await client.until(b"\r\n" + LAST_CHUNK)
         assert said.startswith(b"HTTP/1.1 200")
     gate.set()
     await house.idle()

@@ -363,7 +363,7 @@ async def test_three_hundred_streams_run_at_once(street: Street) -> None:
     assert {len(engine.asked) for engine in engines} == {150}
     gate.set()
     for client in clients:
-        await client.until(LAST_CHUNK)
+        await client.until(b"\r\n" + LAST_CHUNK)
     await house.idle()
 
 
@@ -390,7 +390,7 @@ async def test_clients_that_come_and_go_leave_nothing(street: Street, streamed: 
             client = await asking(street, house, streamed=streamed)
             with suppress(TimeoutError, ConnectionError, asyncio.IncompleteReadError):
                 async with asyncio.timeout(chance.uniform(0, 0.004)):
-                    await client.until(LAST_CHUNK)
+                    await client.until(b"\r\n" + LAST_CHUNK)
             leave(client, hard=chance.random() < 0.5)
 
     await asyncio.gather(*(visit() for _ in range(40)))

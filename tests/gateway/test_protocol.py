@@ -177,7 +177,7 @@ async def test_each_event_arrives_before_the_next_is_written(street: Street) -> 
         await client.until(one)
         gate.set()
     await client.until(DONE)
-    await client.until(LAST_CHUNK)
+    await client.until(b"\r\n" + LAST_CHUNK)
 
 
 async def test_the_openai_sdk_rebuilds_parallel_tool_calls(street: Street) -> None:
@@ -345,7 +345,7 @@ async def test_a_stream_that_breaks_off_ends_in_one_error_and_done(
     for _ in range(number):
         seen += await client.until(delta("Hel"))
     gate.set()
-    seen += await client.until(LAST_CHUNK)
+    seen += await client.until(b"\r\n" + LAST_CHUNK)
     answer = dechunked(seen)
     *before, error, done = events(answer)
     assert done == "[DONE]"
@@ -475,7 +475,7 @@ async def test_compressed_events_arrive_one_by_one(street: Street) -> None:
         await client.until(delta(str(number)))
         gate.set()
     await client.until(DONE)
-    await client.until(LAST_CHUNK)
+    await client.until(b"\r\n" + LAST_CHUNK)
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "zstd"])

@@ -116,7 +116,7 @@ async def test_events_arrive_as_they_are_written(street: Street) -> None:
     client.ask(orjson.dumps(chat(stream=True)))
     assert delta("a").strip() in await client.until(delta("a"))
     gate.set()
-    assert delta("b") in await client.until(LAST_CHUNK)
+    assert delta("b") in await client.until(b"\r\n" + LAST_CHUNK)
 
 
 async def test_the_head_waits_for_the_first_byte_of_the_body(street: Street) -> None:
@@ -130,7 +130,7 @@ async def test_the_head_waits_for_the_first_byte_of_the_body(street: Street) -> 
         async with asyncio.timeout(0.05):
             await client.reader.readexactly(1)
     gate.set()
-    await client.until(LAST_CHUNK)
+    await client.until(b"\r\n" + LAST_CHUNK)
 
 
 async def test_headers_of_the_connection_do_not_cross(street: Street) -> None:
@@ -428,7 +428,7 @@ async def test_after_the_first_byte_one_error_event_and_done(street: Street, fau
     client.ask(orjson.dumps(chat(stream=True)))
     await client.until(delta("Hel"))
     gate.set()
-    rest = await client.until(LAST_CHUNK)
+    rest = await client.until(b"\r\n" + LAST_CHUNK)
     body = b"".join(part for part in rest.split(b"\r\n") if part.startswith((b"data:", b'{"')))
     assert body.count(b'"error"') == 1
     assert broke_off(body)["type"] == "server_error"

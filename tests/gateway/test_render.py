@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import orjson
 import pytest
 
 from tests.gateway.house import House, Street, serving
@@ -32,8 +33,14 @@ def engines(fleet: Fleet) -> list[dict[str, Any]]:
     return [fleet.engine("--enable-scale-out"), fleet.engine("--enable-scale-out", role="prefill")]
 
 
-async def route(house: House, path: str) -> dict[str, str]:
-    answer = await house.client.post(path, json={"model": "tiny", **BODIES[path]})
+async def route(house: House, path: str, first: str = "") -> dict[str, str]:
+    """What the gateway tells of a request, in which `first` stands before everything else."""
+    text = (
+        orjson.dumps({"model": "tiny", **BODIES[path]})
+        .decode()
+        .replace("the engine loads", f"{first}the engine loads", 1)
+    )
+    answer = await house.client.post(path, content=text, headers={"content-type": "application/json"})
     assert answer.status_code == 200, answer.text
     return dict(part.strip().split("=") for part in answer.headers["x-moongate-route"].split(";"))
 
@@ -65,7 +72,7 @@ async def test_prefill_apart(fleet: Fleet, engines: list[dict[str, Any]], path: 
         render={"url": engines[0]["url"], "deadline_ms": 5000},
     )
     async with serving(tree | {"policy": {"use": "disaggregated", "settings": {"min_prefill_tokens": 16}}}) as house:
-        first = await route(house, path)
+        first = await route(house, path, "apart ")
         assert await house.metric("handoffs_total", result="seen") == 1, first
         assert first["prefill"].split(":")[-1] == engines[1]["url"].split(":")[-1]
 

@@ -269,7 +269,7 @@ async def test_a_stream_without_its_end_has_broken_off(street: Street, path: str
     client.ask(orjson.dumps({"model": "tiny", "stream": True} | BODIES[path]), path=path)
     await client.until(said[-1])
     gate.set()
-    rest = await client.until(LAST_CHUNK)
+    rest = await client.until(b"\r\n" + LAST_CHUNK)
     (line,) = [line for line in rest.split(b"\n") if line.startswith(b"data: ")]
     told = orjson.loads(line.removeprefix(b"data: "))
     assert b"[DONE]" not in rest
