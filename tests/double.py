@@ -239,6 +239,14 @@ def refused(status: int, message: str, kind: str = "BadRequestError") -> list[St
     return whole(status, {"error": {"message": message, "type": kind, "param": None, "code": status}})
 
 
+def uncounted(call: Call) -> Script:
+    """What a healthy engine says, but no number of the prompt's tokens that could be one: doubles cannot count."""
+    return [
+        step.replace(b'"prompt_tokens":29,', b'"prompt_tokens":-1,') if isinstance(step, bytes) else step
+        for step in answered(call)
+    ]
+
+
 def answered(call: Call) -> Script:
     """What a healthy engine says to a hot request."""
     if call.path not in (CHAT, COMPLETIONS):

@@ -15,7 +15,7 @@ def test_only_what_was_thought_of_is_sent_to_engines() -> None:
 
 
 @pytest.mark.parametrize(("fact", "paths"), [
-    ("prompt", {"/v1/chat/completions", "/v1/completions"}),
+    ("prompt", {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}),
     ("asks_usage", {"/v1/chat/completions", "/v1/completions"}),
     ("form", {"/v1/audio/transcriptions"}),
     ("makes", {"/v1/responses"}),

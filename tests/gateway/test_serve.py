@@ -29,6 +29,7 @@ from tests.double import (
     event,
     refused,
     stream,
+    uncounted,
     whole,
 )
 from tests.gateway.house import (
@@ -528,6 +529,8 @@ async def pair(
 
         for engine in p:
             engine.script = prefill
+    for engine in d:
+        engine.script = uncounted
     static = [{"url": e.url, "model": "tiny", "role": "prefill"} for e in p]
     static += [{"url": e.url, "model": "tiny", "role": "decode"} for e in d]
     house = await street.house(
@@ -702,8 +705,6 @@ async def test_a_spare_decodes(street: Street, tokenizer_folder: Path) -> None:
 
 async def test_idle_decodes_take_turns(street: Street, tokenizer_folder: Path) -> None:
     p = await pair(street, tokenizer_folder, decodes=2)
-    for decode in p.decodes:
-        decode.always(*whole(200, completed(prompt=None)))
     for number in range(4):
         p.master.everything = False
         assert (await p.house.chat(f"{number} {LONG}")).status_code == 200
