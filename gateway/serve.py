@@ -289,8 +289,8 @@ class Serve:
 
     async def _prompt(self, call: Call) -> Prompt:
         kind, model = call.endpoint.prompt, call.model
-        if kind is None:
-            raise Inexact("endpoint")
+        if kind is None or (model.prompts is None and model.render is None):
+            raise Inexact("no_tokenizer" if kind in AUDITED else "endpoint")
         if len(call.raw) > EXACT_BYTES:
             raise Inexact("too_long")
         shape = shape_of(kind, call.body)
