@@ -46,6 +46,7 @@ from tests.gateway.house import (
     settings,
 )
 
+IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}
 LONG = "the engine loads a block of the prefix from the pool " * 20
 
 
@@ -217,7 +218,7 @@ async def test_deep_bodies(street: Street, tokenizer_folder: Path, path: str, de
         (CHAT, chat(), None),
         (CHAT, chat(LONG * 50), None),
         (CHAT, chat(prompt_logprobs=1), "prompt_logprobs"),
-        (CHAT, chat() | {"messages": [{"role": "developer", "content": "x"}]}, "developer_role"),
+        (CHAT, chat() | {"messages": [{"role": "user", "content": [IMAGE]}]}, "media"),
         (CHAT, chat() | {"messages": 5}, "messages"),
         (COMPLETIONS, {"model": "tiny", "prompt": "x"}, None),
         (COMPLETIONS, {"model": "tiny", "prompt": [1, 2, 3]}, None),
