@@ -127,7 +127,7 @@ def suspects(believed: HashScheme, *, block_sizes: Collection[int] = ()) -> tupl
     tagged = _first(believed.tagged, (True, False))
     sizes = _first(believed.block_size, (*sorted(block_sizes), *BLOCK_SIZES))
     every = (
-        _suspect(believed, replace(believed, algorithm=algorithm, seed=seed, tagged=tag, block_size=size))
+        suspect_of(believed, replace(believed, algorithm=algorithm, seed=seed, tagged=tag, block_size=size))
         for algorithm, seed, tag, size in product(algorithms, seeds, tagged, sizes)
     )
     known = (one for one in every if one.scheme.exact or not one.kinds)
@@ -138,7 +138,8 @@ def _first(one: Value, others: Collection[Value]) -> list[Value]:
     return list(dict.fromkeys((one, *others)))
 
 
-def _suspect(believed: HashScheme, scheme: HashScheme) -> Suspect:
+def suspect_of(believed: HashScheme, scheme: HashScheme) -> Suspect:
+    """One way of hashing, and in what it differs from the belief."""
     told = list(_differences(believed, scheme))
     return Suspect(
         scheme,
@@ -188,7 +189,7 @@ def _set_seed(seed: str | None) -> str:
 
 def more_seeds(believed: HashScheme) -> Iterator[Suspect]:
     """The belief with other numbers for a seed."""
-    return (_suspect(believed, replace(believed, seed=str(number))) for number in range(MORE_SEEDS))
+    return (suspect_of(believed, replace(believed, seed=str(number))) for number in range(MORE_SEEDS))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 import orjson
 from msgspec import Struct
 
-from connector.calibrate import Finding, calibrate, diagnose_event, suspects
+from connector.blocks import Algorithm, HashScheme, hashing_of
+from connector.calibrate import Finding, calibrate, diagnose_event, random_root, suspect_of, suspects
 from connector.errors import Inexact, WireError
 from connector.events import Reported
 from connector.handoff import audit_body
@@ -26,6 +28,7 @@ from connector.keys import KeyScheme
 from connector.parity import COMPLETION, SHAPES, Difference, TextFinding, calibrate_text, compare_ids, prompt_ids
 from connector.prompts import Known
 from connector.splice import NotAnObject
+from connector.vllm import CacheFacts
 from gateway.agreement import Agreement, shape_of
 from gateway.bodies import Call
 from gateway.fleet import Engine, Fleet
@@ -101,7 +104,7 @@ class Auditor:
 
     def keys(self, model: Model) -> KeyScheme | None:
         """How the pool names a model's blocks: as was learned from it, else as is believed."""
-        return self._learned.get(model.name) or model.keys(self._fleet.root)
+        return model.keys(self._fleet.root, self._learned.get(model.name))
 
     async def _audits(self) -> None:
         while True:
@@ -195,19 +198,22 @@ class Auditor:
     async def _keys_of(self, engine: Engine) -> Finding:
         """Whether an engine's blocks are in the pool under our keys."""
         model = self._models[engine.spec.model]
-        told = engine.facts.block_size
-        sizes = {told} if told is not None else set()
         try:
             believed = model.scheme(self._fleet.facts(model.name))
         except Inexact as error:
             return Finding("unknown", f"cannot be calibrated: {error.reason}")
         keys = model.keys(self._fleet.root)
-        if told is not None and told != believed.block_size:
-            way = next(way for way in suspects(believed, block_sizes=sizes) if way.kinds == ("block_size",))
-            return Finding("block_size", way.detail, way.fix, way.scheme)
+        told = _told(believed, engine.facts)
+        way = suspect_of(believed, told)
+        if not told.exact and told.algorithm == believed.algorithm:
+            return random_root(told)
+        if way.kinds:
+            return Finding(way.kinds[0], way.detail, way.fix, told)
         if model.pool is None or keys is None or model.prompts is None or engine.spec.role == "decode":
             return Finding("not_stored")
-        found = await calibrate(engine.control, model.name, believed, model.pool.master, keys, block_sizes=sizes)
+        found = await calibrate(
+            engine.control, model.name, believed, model.pool.master, keys, block_sizes=(told.block_size,)
+        )
         if found.kind == "key_prefix" and found.scheme == believed and model.key_prefix is None:
             log.info("model %s: the pool's keys begin with %s; learned", model.name, " and ".join(found.prefixes))
             self._learned[model.name] = KeyScheme(found.prefixes)
@@ -248,6 +254,18 @@ class Auditor:
 
 _LABELS = {COMPLETION: "completion", **{shape.name: shape_of(shape.kind, shape.body) for shape in SHAPES}}
 """The prompts made here, and the shapes of requests that they stand for."""
+
+
+def _told(believed: HashScheme, facts: CacheFacts) -> HashScheme:
+    """What is believed, but for what an engine says of itself."""
+    hashing = hashing_of(facts.version) if facts.version is not None else None
+    return replace(
+        believed,
+        algorithm=Algorithm(facts.algorithm) if facts.algorithm in set(Algorithm) else believed.algorithm,
+        block_size=facts.block_size or believed.block_size,
+        tagged=hashing.tagged if hashing is not None else believed.tagged,
+        fixed_root=hashing.fixed_root if hashing is not None else believed.fixed_root,
+    )
 
 
 def _likely(difference: Difference, shape: str) -> str:

@@ -379,13 +379,12 @@ class Examination:
 
     def _belief(self) -> HashScheme | None:
         """How the gateway believes that it hashes, a random root included."""
-        alone = frozenset({self.facts})
         try:
-            return self.model.scheme(alone)
+            return self.model.scheme(self.facts)
         except Inexact as error:
             reason = error.reason
         if reason == "random_seed":
-            return replace(replace(self.model, seed="0").scheme(alone), seed=None)
+            return replace(replace(self.model, seed="0").scheme(self.facts), seed=None)
         setting = {"block_size_unknown": "block_size", "algorithm_unknown": "hash"}.get(reason, "block_size and hash")
         self._add(
             "hashes",

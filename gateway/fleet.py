@@ -8,6 +8,7 @@ or estimated from what was sent there; it is forgotten when the engine was away.
 import asyncio
 import logging
 import ssl
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
@@ -30,6 +31,9 @@ MISSES = 2
 """Polls in a row that must fail before an engine that can be connected to gets no more work."""
 STALE_AFTER = 5
 """Polls after which an engine's word on its load counts as missing."""
+
+
+NOTHING = CacheFacts(block_size=None, algorithm=None, blocks=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ class Engine:
         self.held: Held = Estimated() if spec.events is None else Reported()
         self.cards: tuple[Card, ...] = ()
         self.version: str | None = None
-        self.facts = CacheFacts(block_size=None, algorithm=None, blocks=None)
+        self.facts = NOTHING
         self.finding: Finding | None = None
         """Whether it hashes and names blocks as is believed; None: it was not found out yet."""
         self._found_at = 0.0
@@ -181,7 +185,7 @@ class Fleet:
         self._poll = poll
         self._clock = clock
         self._watchers: list[asyncio.Task[None]] = []
-        self._seen_facts: dict[str, frozenset[CacheFacts]] = {}
+        self._seen_facts: dict[str, CacheFacts] = {}
 
     @property
     def engines(self) -> tuple[Engine, ...]:
@@ -220,9 +224,9 @@ class Fleet:
                     return card.root
         return None
 
-    def facts(self, model: str) -> frozenset[CacheFacts]:
-        """What the living engines of a model say of their caches; one element where they agree."""
-        return self._seen_facts.get(model, frozenset())
+    def facts(self, model: str) -> CacheFacts:
+        """What most of a model's living engines say of their caches."""
+        return self._seen_facts.get(model, NOTHING)
 
     def candidates(self, model: str, adapter: Adapter | None, prefix: Prefix | None) -> list[Candidate]:
         """The living engines of a model, as they stand now."""
@@ -307,6 +311,9 @@ class Fleet:
         self._agree(engine.spec.model)
 
     def _agree(self, model: str) -> None:
-        self._seen_facts[model] = frozenset(
-            engine.facts for engine in self.engines if engine.alive and engine.spec.model == model
+        told = Counter(
+            replace(engine.facts, blocks=None)
+            for engine in self.engines
+            if engine.alive and engine.spec.model == model and replace(engine.facts, blocks=None) != NOTHING
         )
+        self._seen_facts[model] = max(told, key=lambda facts: told[facts], default=NOTHING)

@@ -47,25 +47,19 @@ class Model:
         if self.render is not None:
             self.render.close()
 
-    def scheme(self, facts: frozenset[CacheFacts]) -> HashScheme:
-        """How this model's engines hash. Raises `Inexact` where that is not known.
+    def scheme(self, facts: CacheFacts) -> HashScheme:
+        """How this model's engines hash, from what they say. Raises `Inexact` where that is not known.
 
-        An engine that does not tell its version is taken for a current one.
+        An engine that does not tell its version, or one that is not in the table, is taken for a current one:
+        a calibration shows whether it is.
         """
-        sizes = {self.block_size} if self.block_size else {fact.block_size for fact in facts}
-        names = {self.algorithm} if self.algorithm else {fact.algorithm for fact in facts}
-        ways = {self.hashing} if self.hashing else {_hashing(fact) for fact in facts} or {CURRENT}
-        if len(sizes) > 1 or len(names) > 1 or len(ways) > 1:
-            raise Inexact("engines_disagree")
-        size = next(iter(sizes), None)
-        name = next(iter(names), None)
+        size = self.block_size or facts.block_size
+        name = self.algorithm or facts.algorithm
         if size is None:
             raise Inexact("block_size_unknown")
         if name is None or name not in set(Algorithm):
             raise Inexact("algorithm_unknown")
-        hashing = next(iter(ways))
-        if hashing is None:
-            raise Inexact("version_unknown")
+        hashing = self.hashing or (hashing_of(facts.version) if facts.version is not None else None) or CURRENT
         scheme = HashScheme(Algorithm(name), size, self.seed, hashing.tagged, hashing.fixed_root)
         if not scheme.exact:
             raise Inexact("random_seed")
@@ -82,7 +76,3 @@ class Model:
             return learnt
         folder = root(self.name)
         return KeyScheme.of(folder.rstrip("/").split("/")[-1], self.ranks) if folder else None
-
-
-def _hashing(facts: CacheFacts) -> Hashing | None:
-    return CURRENT if facts.version is None else hashing_of(facts.version)

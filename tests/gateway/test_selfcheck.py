@@ -79,6 +79,45 @@ async def test_wrong_names_of_blocks_are_found(
     assert "nothing of the pool is expected of it" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("flags", "kind"),
+    [
+        (("--vllm-version", "0.30.0"), "tagging"),
+        (("--vllm-version", "0.28.0"), "random_seed"),
+        (("--block-size", "64"), "block_size"),
+        (("--prefix-caching-hash-algo", "xxhash_cbor", "--hash-seed", "0"), "algorithm"),
+        (("--hash-seed", "7"), "seed"),
+    ],
+    ids=str,
+)
+async def test_one_engine_of_three_that_is_otherwise(
+    fleet: Fleet, engine: dict[str, Any], flags: tuple[str, ...], kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others stay exact."""
+    caplog.set_level(logging.WARNING)
+    odd = fleet.engine(*flags)
+    async with serving(fleet.tree(engine, fleet.engine(), odd)) as house:
+        await ask(house)
+        await eventually(lambda: found(house, "keys", kind), 20)
+        await eventually(lambda: found(house, "keys", "agrees"), 20)
+        assert not await house.metric("inexact_total")
+    assert odd["url"].removeprefix("http://") in caplog.text
+
+
+async def test_events_tell_of_another_seed(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    odd = fleet.engine("--hash-seed", "42", events=True)
+    tree = fleet.tree(odd, pool=None)
+    async with serving(tree) as house:
+        await eventually(lambda: heard(house))
+    assert "PYTHONHASHSEED=42" in caplog.text
+
+
+async def heard(house: House) -> bool:
+    await ask(house, 1)
+    return await found(house, "events", "seed")
+
+
 async def test_another_template_is_found(
     fleet: Fleet, engine: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -242,14 +242,6 @@ def test_the_long_prompt_is_hashed_in_a_thread() -> None:
     assert len(LONG * 50) > INLINE_BYTES
 
 
-async def test_engines_that_disagree_leave_the_prefix_unknown(street: Street, tokenizer_folder: Path) -> None:
-    first, second = await street.engines(2)
-    second.facts["block_size"] = "16"
-    house = await street.house(first, second, models=[{"name": "tiny", "tokenizer": str(tokenizer_folder)}])
-    assert (await house.chat()).status_code == 200
-    assert await house.metric("inexact_total", reason="engines_disagree") == 1
-
-
 async def test_a_conversation_stays_where_it_is_held(street: Street, tokenizer_folder: Path) -> None:
     engines = await street.engines(3)
     model = {"name": "tiny", "tokenizer": str(tokenizer_folder)}
