@@ -5,7 +5,7 @@ Every path that is listed in neither is refused, never proxied. Errors are OpenA
 
 import hmac
 import ipaddress
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -14,12 +14,14 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from connector.vllm import Card
+from gateway.agreement import Agreement
 from gateway.cors import Cors
 from gateway.dialects import Dialect
 from gateway.endpoints import ENDPOINTS, STORED
 from gateway.errors import Broken, Forbidden, GatewayError, UnknownModel, UnknownPath, WrongMethod
 from gateway.exchange import request_id
 from gateway.fleet import Fleet
+from gateway.models import Model
 from gateway.tenants import Tenant, Tenants, bearer_key
 from gateway.trace import CONTENT_TYPE, Telemetry
 
@@ -61,7 +63,8 @@ def surface(
     cors: Cors,
     tenants: Tenants,
     fleet: Fleet,
-    models: Sequence[str],
+    models: Mapping[str, Model],
+    agreements: Mapping[str, Agreement],
     telemetry: Telemetry,
     admin_key: str | None,
     **settings: Any,
@@ -102,7 +105,8 @@ def surface(
         return Response(telemetry.render(), media_type=CONTENT_TYPE)
 
     _errors(app)
-    telemetry.gauges(lambda: _engine_gauges(fleet), "engine")
+    telemetry.gauges(lambda: engine_gauges(fleet), "engine")
+    telemetry.gauges(lambda: model_gauges(models, agreements), "model")
     return app
 
 
@@ -149,7 +153,8 @@ def _alive(fleet: Fleet, model: str) -> int:
     return sum(e.alive and e.spec.model == model and e.spec.role != "prefill" for e in fleet.engines)
 
 
-def _engine_gauges(fleet: Fleet) -> Mapping[str, tuple[str, list[tuple[str, float]]]]:
+def engine_gauges(fleet: Fleet) -> Mapping[str, tuple[str, list[tuple[str, float]]]]:
+    """Name to its text and its value for each engine."""
     return {
         "engine_up": ("1 where the engine is given work.", [(e.id, float(e.alive)) for e in fleet.engines]),
         "engine_requests": ("Requests of this gateway under way.", [(e.id, e.requests) for e in fleet.engines]),
@@ -159,7 +164,27 @@ def _engine_gauges(fleet: Fleet) -> Mapping[str, tuple[str, list[tuple[str, floa
             "Circuit breaker: 0 closed, 1 half open (one request tries the engine), 2 open (it gets none).",
             [(e.id, float(e.breaker.state)) for e in fleet.engines],
         ),
+        "engine_agrees": (
+            "0 where it is known to hash or name blocks otherwise: nothing of the pool is expected there.",
+            [(e.id, float(e.pooled)) for e in fleet.engines],
+        ),
         "engine_connections": ("Connections with an exchange under way.", [(e.id, e.wire.busy) for e in fleet.engines]),
+    }
+
+
+def model_gauges(
+    models: Mapping[str, Model], agreements: Mapping[str, Agreement]
+) -> Mapping[str, tuple[str, list[tuple[str, float]]]]:
+    """Name to its text and its value for each model."""
+    return {
+        "shapes_off": (
+            "Shapes of requests about whose token ids an engine disagrees; they are placed by load.",
+            [(name, agreement.shapes_off) for name, agreement in agreements.items()],
+        ),
+        "prompt_cache_bytes": (
+            "Bytes of memory that earlier prompts take, so that only what is new of a prompt is encoded.",
+            [(name, model.prompts.held_bytes) for name, model in models.items() if model.prompts is not None],
+        ),
     }
 
 

@@ -53,9 +53,9 @@ class Counts(Collector):
     """
 
     def __init__(self, name: str, text: str, labels: Sequence[str]) -> None:
-        self._name = name
-        self._text = text
-        self._labels = labels
+        self.name = name
+        self.text = text
+        self.labels = labels
         self._values: dict[tuple[str, ...], float] = {} if labels else {(): 0.0}
 
     def add(self, amount: float, *labels: str) -> None:
@@ -65,7 +65,7 @@ class Counts(Collector):
         self._values[labels] = self._values.get(labels, 0.0) + 1.0
 
     def collect(self) -> Iterable[Metric]:
-        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
+        family = CounterMetricFamily(self.name, self.text, labels=self.labels)
         for labels, value in self._values.items():
             family.add_metric(labels, value)
         return [family]
@@ -75,9 +75,9 @@ class Spread(Collector):
     """A histogram: how often values fell into each bucket, by label values."""
 
     def __init__(self, name: str, text: str, buckets: Sequence[float], labels: Sequence[str]) -> None:
-        self._name = name
-        self._text = text
-        self._labels = labels
+        self.name = name
+        self.text = text
+        self.labels = labels
         self._bounds = tuple(buckets)
         self._values: dict[tuple[str, ...], list[float]] = {}
         """Each bucket's own count, the last without a bound; then the sum of what was observed."""
@@ -90,7 +90,7 @@ class Spread(Collector):
         found[-1] += value
 
     def collect(self) -> Iterable[Metric]:
-        family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
+        family = HistogramMetricFamily(self.name, self.text, labels=self.labels)
         names = [*(str(bound) for bound in self._bounds), "+Inf"]
         for labels, found in self._values.items():
             buckets = list(zip(names, accumulate(found[:-1]), strict=True))

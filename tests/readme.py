@@ -8,16 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-from prometheus_client.metrics import MetricWrapperBase
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from connector.blocks import HASHING
 from connector.wire import Timeouts
-from gateway.api import _engine_gauges
+from gateway.api import engine_gauges, model_gauges
 from gateway.config import Config
 from gateway.fleet import Fleet
-from gateway.trace import Telemetry
+from gateway.trace import Counts, Spread, Telemetry
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 
@@ -56,13 +55,13 @@ def _default(field: FieldInfo) -> str:
 
 def metrics() -> str:
     """A row for each metric: those that a request moves, then the gauges of the engines."""
-    moved = [metric for metric in vars(Telemetry()).values() if isinstance(metric, MetricWrapperBase)]
+    moved = [metric for metric in vars(Telemetry()).values() if isinstance(metric, Counts | Spread)]
     rows = [
-        f"| {m._name}{'_total' if m._type == 'counter' else ''} | {', '.join(m._labelnames)} | {m._documentation} |"
-        for m in moved
+        f"| {m.name}{'_total' if isinstance(m, Counts) else ''} | {', '.join(m.labels)} | {m.text} |" for m in moved
     ]
     fleet = Fleet([], timeouts=Timeouts(), poll=1, clock=lambda: 0.0)
-    rows += [f"| moongate_{name} | engine | {text} |" for name, (text, _) in _engine_gauges(fleet).items()]
+    rows += [f"| moongate_{name} | engine | {text} |" for name, (text, _) in engine_gauges(fleet).items()]
+    rows += [f"| moongate_{name} | model | {text} |" for name, (text, _) in model_gauges({}, {}).items()]
     return "\n".join(rows) + "\n"
 
 

@@ -105,3 +105,9 @@ async def test_the_first_steps(tmp_path: Path, tokenizer_folder: Path) -> None:
 def test_the_python_blocks_run() -> None:
     for block in blocks("python"):
         exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
+
+
+def test_every_kind_of_metric_has_its_row() -> None:
+    text = README.read_text()
+    for name in ("requests_total", "ttft_seconds", "engine_up", "prompt_cache_bytes"):
+        assert f"| moongate_{name} |" in text
