@@ -1,24 +1,17 @@
-"""The real model and the real pool, once per run; without them every test here is skipped.
-
-The model is made once and kept in `.model`, until make_model.py changes.
-"""
+"""The real model and the real pool, once per run; without them every test here is skipped."""
 
 import hashlib
 import inspect
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from .stack import ENGINE_PYTHON, Gateway, Pool, missing, start_gateway, start_pool
+from .stack import Gateway, Pool, missing, start_gateway, start_pool, tiny_model
 from .watch import Watch
 
 HERE = Path(__file__).resolve().parent
-RECIPE = HERE / "make_model.py"
-MODEL = HERE / ".model" / "tiny"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -65,14 +58,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def model_folder() -> Path:
-    """A tiny model that vLLM can serve."""
-    stamp = MODEL.with_suffix(".recipe")
-    recipe = hashlib.sha256(RECIPE.read_bytes()).hexdigest()
-    if not stamp.exists() or stamp.read_text() != recipe:
-        shutil.rmtree(MODEL, ignore_errors=True)
-        subprocess.run([ENGINE_PYTHON, RECIPE, MODEL], check=True)
-        stamp.write_text(recipe)
-    return MODEL
+    return tiny_model()
 
 
 @pytest.fixture(scope="session")

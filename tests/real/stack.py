@@ -7,11 +7,13 @@ about 20 s); `ready()` waits. Nothing here knows pytest: benchmarks use it too.
 
 import contextlib
 import ctypes
+import hashlib
 import json
 import os
 import re
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -93,6 +95,19 @@ def inherited() -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in dropped and not name.startswith(("VLLM_", "MOONCAKE_", "MOONGATE_", "MC_"))
     }
+
+
+def tiny_model() -> Path:
+    """A model that vLLM can serve, made once and kept in `.model`, until make_model.py changes."""
+    recipe = Path(__file__).with_name("make_model.py")
+    model = recipe.parent / ".model" / "tiny"
+    stamp = model.with_suffix(".recipe")
+    made_by = hashlib.sha256(recipe.read_bytes()).hexdigest()
+    if not stamp.exists() or stamp.read_text() != made_by:
+        shutil.rmtree(model, ignore_errors=True)
+        subprocess.run([ENGINE_PYTHON, recipe, model], check=True)
+        stamp.write_text(made_by)
+    return model
 
 
 class Master(Child):
