@@ -240,8 +240,9 @@ def _make(source: _Source, found: Found, hashing: _Hashing | None) -> _Made:
     if hashing is not None:
         size = hashing.scheme.block_size
         block = found.tokens // size
-        begun = found.last(found.tokens % size)
-        hashes = hashing.extend(found.hashes[-1] if block else None, [*begun, *ids], block)
+        tokens = array("I", found.last(found.tokens % size))
+        tokens += ids
+        hashes = hashing.extend(found.hashes[-1] if block else None, tokens, block)
         kept = (found.tokens + counts[-1]) // size - block if counts else 0
     length = counts[-1] if counts else 0
     return _Made(ids, hashes, Stretch(ends, counts, ids[:length], hashes[:kept]))

@@ -9,13 +9,12 @@ text alone, so a node's child is found by the text up to its first mark, and com
 memcmp for a conversation that has grown, however long it is. A text that goes on where a leaf ends
 makes that leaf longer; one that leaves a node in its middle splits it at the last mark that they share.
 
-Over the bound, the least recently used leaf goes, of the domain that holds most. So a tenant that sends
-ever new texts pushes out its own.
+Over the bound, the least recently used leaf goes, of the domain that holds most (to within an eighth).
+So a tenant that sends ever new texts pushes out its own.
 
 Why not every byte a place to split: ids are only certain at marks, so a finer tree would know no more.
 """
 
-import heapq
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
@@ -207,10 +206,12 @@ class _Tree:
 
 
 class _Domain:
-    __slots__ = ("leaves", "weight")
+    __slots__ = ("leaves", "level", "name", "weight")
 
-    def __init__(self) -> None:
+    def __init__(self, name: Hashable) -> None:
+        self.name = name
         self.weight = 0
+        self.level = -1
         self.leaves: OrderedDict[_Node, _Tree] = OrderedDict()
         """The one that was used longest ago first."""
 
@@ -222,6 +223,8 @@ class Forest:
         self._max_bytes = max_bytes
         self._trees: dict[Chain, _Tree] = {}
         self._domains: dict[Hashable, _Domain] = {}
+        self._levels: dict[int, OrderedDict[Hashable, _Domain]] = {}
+        """Domains that hold about as much, the one that was used longest ago first."""
         self.held_bytes = 0
         """Bytes that everything held takes, as Python lays it out."""
 
@@ -232,6 +235,7 @@ class Forest:
     def clear(self) -> None:
         self._trees.clear()
         self._domains.clear()
+        self._levels.clear()
         self.held_bytes = 0
 
     def find(self, chain: Chain, text: bytes) -> Found:
@@ -240,9 +244,10 @@ class Forest:
         if tree is None:
             return Found(0, 0, (), [])
         path = tree.path(text)
-        leaves = self._domains[chain.domain].leaves
-        if path[-1].node in leaves:
-            leaves.move_to_end(path[-1].node)
+        domain = self._domains[chain.domain]
+        self._levels[domain.level].move_to_end(domain.name)
+        if path[-1].node in domain.leaves:
+            domain.leaves.move_to_end(path[-1].node)
         runs: list[tuple[array[int], int]] = []
         hashes: list[bytes] = []
         for step in path[1:]:
@@ -263,7 +268,8 @@ class Forest:
             return
         if tree is None:
             tree = self._trees[chain] = _Tree(chain)
-            self._domains.setdefault(chain.domain, _Domain())
+            if chain.domain not in self._domains:
+                self._domains[chain.domain] = _Domain(chain.domain)
             self._weigh(tree, tree.root)
         path = tree.path(text)
         if path[-1].end != at:
@@ -318,30 +324,38 @@ class Forest:
         while below:
             each = below.pop()
             domain.leaves.pop(each, None)
-            domain.weight -= each.weight
-            self.held_bytes -= each.weight
+            self._change(domain, -each.weight)
             below += each.children.values()
             each.parent = None
 
     def _weigh(self, tree: _Tree, node: _Node) -> None:
-        more = node.weigh()
-        self._domains[tree.chain.domain].weight += more
+        self._change(self._domains[tree.chain.domain], node.weigh())
+
+    def _change(self, domain: _Domain, more: int) -> None:
+        """Count bytes more, or fewer, for a domain."""
         self.held_bytes += more
+        domain.weight += more
+        level = _level(domain.weight)
+        if level != domain.level:
+            self._unplace(domain)
+            self._levels.setdefault(level, OrderedDict())[domain.name] = domain
+            domain.level = level
+
+    def _unplace(self, domain: _Domain) -> None:
+        level = self._levels.get(domain.level)
+        if level is not None:
+            del level[domain.name]
+            if not level:
+                del self._levels[domain.level]
 
     def _shrink(self) -> None:
-        """Forget leaves until all is within the bound, and a little more so that this is rare."""
-        if self.held_bytes <= self._max_bytes:
-            return
-        heap = [(-domain.weight, number, name) for number, (name, domain) in enumerate(self._domains.items())]
-        heapq.heapify(heap)
-        while heap and self.held_bytes > self._max_bytes - self._max_bytes // 256:
-            _, number, name = heapq.heappop(heap)
-            domain = self._domains[name]
+        """Forget leaves until all is within the bound."""
+        while self.held_bytes > self._max_bytes and self._levels:
+            domain = next(iter(self._levels[max(self._levels)].values()))
             self._shed(domain)
-            if domain.leaves:
-                heapq.heappush(heap, (-domain.weight, number, name))
-            else:
-                del self._domains[name]
+            if not domain.leaves:
+                self._unplace(domain)
+                del self._domains[domain.name]
 
     def _shed(self, domain: _Domain) -> None:
         """Forget a domain's least recently used leaf, and its tree if it was the last."""
@@ -353,7 +367,12 @@ class Forest:
             return
         if parent is tree.root:
             del self._trees[tree.chain]
-            domain.weight -= parent.weight
-            self.held_bytes -= parent.weight
+            self._change(domain, -parent.weight)
         else:
             domain.leaves[parent] = tree
+
+
+def _level(weight: int) -> int:
+    """The same for weights within an eighth of each other."""
+    length = weight.bit_length()
+    return 8 * length + (weight >> max(0, length - 4) & 7)

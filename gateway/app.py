@@ -239,11 +239,10 @@ def _render(settings: config.Render | None, tls: ssl.SSLContext | None) -> Remot
 
 def model_of(model: config.Model, pools: dict[str, Pool], tls: ssl.SSLContext | None) -> Model:
     keys = model.keys
+    tokenizer = Tokenizer(model.tokenizer, _rules(model.chat)) if model.tokenizer is not None else None
     return Model(
         name=model.name,
-        prompts=Prompts(Tokenizer(model.tokenizer, _rules(model.chat)), max_bytes=0)
-        if model.tokenizer is not None
-        else None,
+        prompts=Prompts(tokenizer, max_bytes=model.remembered_bytes) if tokenizer is not None else None,
         pool=pools[model.pool] if model.pool is not None else None,
         algorithm=None if model.hash == "auto" else Algorithm(model.hash),
         block_size=None if model.block_size == "auto" else model.block_size,

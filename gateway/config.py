@@ -184,6 +184,8 @@ class Model(Section):
     tokenizer: Path | None = None
     """Folder with tokenizer.json and the chat template. Without one, requests are placed by load."""
     chat: Chat = Chat()
+    remembered_bytes: int = Field(256 * 1024 * 1024, ge=0)
+    """Bytes of earlier prompts, their token ids and hashes, that are kept: what new ones share is not made again."""
     pool: str | None = None
     """The pool that this model's engines share."""
     hash: Literal["auto", "sha256", "sha256_cbor", "xxhash", "xxhash_cbor"] = "auto"

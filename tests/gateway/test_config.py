@@ -37,6 +37,7 @@ FULL: dict[str, Any] = {
                 "trust_request_template": True,
                 "exclude_tools_when_none": True,
             },
+            "remembered_bytes": 1000,
             "pool": "main",
             "hash": "sha256",
             "hash_seed": 0,
