@@ -1,7 +1,9 @@
 """What is known of a prompt: the same ids and hashes as without any memory, for less work."""
 
 import asyncio
+import gc
 import random
+import tracemalloc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -296,3 +298,49 @@ async def test_what_was_known_stays_true_while_others_go_on(prompts: Prompts) ->
     for text in (f"{parts[0]} {parts[1]} {parts[2]}", f"{parts[0]} {parts[3]}"):
         await known(prompts, {"prompt": text}, kind="completion")
     assert first.ids() == again.ids() == ids
+
+
+# the bound
+
+
+async def distinct(prompts: Prompts, count: int, bound: int) -> None:
+    """So many conversations of several tenants, each with two turns, and nothing in common."""
+    chance = random.Random(10)
+    for number in range(count):
+        body = {"prompt": f"{number} {sentence(25, chance)}"}
+        for _ in range(2):
+            body["prompt"] += " " + sentence(25, chance)
+            await prompts.know("completion", b"", body, domain=str(number % 7), scheme=SCHEME, salt=None, adapter=None)
+            assert prompts.held_bytes <= bound
+
+
+def test_what_is_remembered_stays_within_its_bound(tokenizer: Tokenizer) -> None:
+    bound = 500_000
+    with closing(Prompts(tokenizer, max_bytes=bound)) as prompts:
+        asyncio.run(distinct(prompts, 100, bound))
+        gc.collect()
+        tracemalloc.start()
+        asyncio.run(distinct(prompts, 3000, bound))
+        gc.collect()
+        taken, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert prompts.held_bytes > 0.9 * bound
+        assert 0.75 < prompts.held_bytes / taken < 1.3
+
+
+@pytest.mark.long
+def test_so_does_the_process(tokenizer: Tokenizer) -> None:
+    bound = 50_000_000
+    with closing(Prompts(tokenizer, max_bytes=bound)) as prompts:
+        before = resident()
+        asyncio.run(distinct(prompts, 20_000, bound))
+        filled = resident()
+        asyncio.run(distinct(prompts, 80_000, bound))
+        assert prompts.held_bytes > 0.9 * bound
+        assert filled - before < 1.5 * bound
+        assert resident() - filled < 0.3 * bound
+
+
+def resident() -> int:
+    """Bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
