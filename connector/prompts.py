@@ -16,7 +16,7 @@ import asyncio
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -142,7 +142,7 @@ class Prompts:
         size = scheme.block_size if scheme is not None else 0
         source = self._source(prompt)
         if source is None:
-            return await self._whole(prompt, hashing)
+            return await self._whole(prompt, scheme, salt, adapter)
         chain = Chain(domain, source.marks, source.frame.before, hashing, size)
         found = self._forest.find(chain, source.data)
         more = len(source.data) - found.at
@@ -186,6 +186,15 @@ class Prompts:
         self._rendering.start()
         return await asyncio.to_thread(self._tokenizer.prompt, kind, body)
 
+    async def _whole(
+        self, prompt: Text | Sequence[int], scheme: HashScheme | None, salt: str | None, adapter: Adapter | None
+    ) -> Known:
+        """What is known of a prompt of which nothing can be remembered."""
+        if not isinstance(prompt, Text):
+            return await hashed(prompt, scheme, salt=salt, adapter=adapter)
+        ids = await asyncio.to_thread(self._tokenizer.encode, prompt)
+        return replace(await hashed(ids, scheme, salt=salt, adapter=adapter), encoded=len(ids))
+
     def _source(self, prompt: Text | Sequence[int]) -> _Source | None:
         """A prompt in pieces; None where it can only be taken as a whole."""
         if isinstance(prompt, Text):
@@ -196,16 +205,6 @@ class Prompts:
             return _Source(array("I", prompt).tobytes(), _Ids(), _from_bytes, Frame(), given=True)
         except OverflowError:  # which ids exist is the engine's to say
             return None
-
-    async def _whole(self, prompt: Text | Sequence[int], hashing: _Hashing | None) -> Known:
-        """What is known of a prompt of which nothing is remembered."""
-        encode = self._tokenizer.encode
-        ids = await asyncio.to_thread(encode, prompt) if isinstance(prompt, Text) else prompt
-        prefix = None
-        if hashing is not None:
-            hashes = await asyncio.to_thread(hashing.extend, None, ids, 0)
-            prefix = Prefix(len(ids), hashing.scheme.block_size, tuple(hashes))
-        return Known(len(ids), prefix, len(ids) if isinstance(prompt, Text) else 0, ((ids, len(ids)),))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from tests.connector.families import folder
 
 BODY = {"messages": [{"role": "user", "content": "h\u00e9llo \u6f22 \U0001f642"}]}
 RAW = orjson.dumps(BODY)
-CALL = {"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
+CALL = {"type": "function", "id": "1", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
