@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from connector.blocks import Adapter, HashScheme, Media, Prefix, extend, hash_prompt
+from connector.blocks import PAUSE, Adapter, HashScheme, Media, Prefix, extend, hash_prompt
 from connector.cuts import STRIDE
 from connector.rendering import Rendering
 from connector.tokens import Frame, Kind, Text, Tokenizer
@@ -31,9 +31,11 @@ INLINE_BYTES = 16 * 1024
 INLINE_BLOCKS = 1000
 """Blocks above this many are hashed in a thread."""
 _BATCH = 256
-"""Pieces that are encoded at once, some 16,000 tokens: their ids become Python's in about a millisecond."""
-_PAUSE = 1e-6
-"""Seconds; a pause of none would not do, as the lock is taken back before a thread that waits for it wakes."""
+"""Pieces that are encoded at once, some 16,000 tokens: their ids become Python's in half a millisecond."""
+_PACKED = 64 * 1024
+"""Ids that are looked at, packed or hashed at once: some two milliseconds at most."""
+_FORGOTTEN = 100
+"""Leaves that are forgotten at once, in less than a millisecond where they are small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +68,22 @@ class _Hashing:
     salt: str | None
     adapter: Adapter | None
 
-    def extend(self, parent: bytes | None, tokens: Sequence[int], block: int) -> list[bytes]:
-        return extend(parent, tokens, self.scheme, salt=self.salt, adapter=self.adapter, first_block=block)
+    def extend(self, parent: bytes | None, tokens: "array[int]", block: int) -> list[bytes]:
+        """The hashes of the full blocks that follow the parent; `block` is the number of the first."""
+        size = self.scheme.block_size
+        some = size * max(1, _PACKED // size)
+        hashes: list[bytes] = []
+        for begin in range(0, len(tokens), some):
+            before = hashes[-1] if hashes else parent
+            hashes += extend(
+                before,
+                tokens[begin : begin + some],
+                self.scheme,
+                salt=self.salt,
+                adapter=self.adapter,
+                first_block=block + begin // size,
+            )
+        return hashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +109,18 @@ class _Ids:
         return at <= len(text)
 
 
-def _from_bytes(pieces: Sequence[bytes]) -> Iterable[Sequence[int]]:
+def _unpacked(pieces: Sequence[bytes]) -> Iterable[Sequence[int]]:
     return (array("I", piece) for piece in pieces)
+
+
+def _packed(ids: Sequence[int]) -> bytes:
+    """Ids in four bytes each. Raises `OverflowError`."""
+    packed = bytearray()
+    for begin in range(0, len(ids), _PACKED):
+        if begin:
+            time.sleep(PAUSE)
+        packed += array("I", ids[begin : begin + _PACKED]).tobytes()
+    return bytes(packed)
 
 
 async def hashed(
@@ -140,7 +166,7 @@ class Prompts:
         prompt = await self._prompt(kind, raw, body)
         hashing = _Hashing(scheme, salt or None, adapter) if scheme is not None else None
         size = scheme.block_size if scheme is not None else 0
-        source = self._source(prompt)
+        source = await self._source(prompt)
         if source is None:
             return await self._whole(prompt, scheme, salt, adapter)
         chain = Chain(domain, source.marks, source.frame.before, hashing, size)
@@ -151,6 +177,8 @@ class Prompts:
         else:
             made = _make(source, found, hashing)
         self._forest.add(chain, source.data, found.at, made.stretch)
+        while not self._forest.shrink(_FORGOTTEN):  # noqa: ASYNC110 - others have their turn in between
+            await asyncio.sleep(0)
         tokens = found.tokens + len(made.ids)
         prefix = Prefix(tokens, size, (*found.hashes, *made.hashes)) if size else None
         return Known(tokens, prefix, 0 if source.given else len(made.ids), (*found.runs, (made.ids, len(made.ids))))
@@ -178,12 +206,13 @@ class Prompts:
         self._rendering.close()
 
     async def _prompt(self, kind: Kind, raw: bytes, body: Mapping[str, Any]) -> Text | Sequence[int]:
-        if kind != "chat" or len(raw) <= INLINE_BYTES:
+        if len(raw) <= INLINE_BYTES or (kind == "completion" and isinstance(body.get("prompt"), str)):
             return self._tokenizer.prompt(kind, body)
-        if self._rendering.ready:
-            self._tokenizer.check()
-            return await self._rendering.text(raw)
-        self._rendering.start()
+        if kind == "chat":
+            if self._rendering.ready:
+                self._tokenizer.check()
+                return await self._rendering.text(raw)
+            self._rendering.start()
         return await asyncio.to_thread(self._tokenizer.prompt, kind, body)
 
     async def _whole(
@@ -195,16 +224,17 @@ class Prompts:
         ids = await asyncio.to_thread(self._tokenizer.encode, prompt)
         return replace(await hashed(ids, scheme, salt=salt, adapter=adapter), encoded=len(ids))
 
-    def _source(self, prompt: Text | Sequence[int]) -> _Source | None:
+    async def _source(self, prompt: Text | Sequence[int]) -> _Source | None:
         """A prompt in pieces; None where it can only be taken as a whole."""
         if isinstance(prompt, Text):
             frame = self._tokenizer.frame(prompt)
             tokenizer = self._tokenizer
             return _Source(prompt.data, tokenizer.cuts, tokenizer.encode_pieces, frame) if frame is not None else None
         try:
-            return _Source(array("I", prompt).tobytes(), _Ids(), _from_bytes, Frame(), given=True)
+            data = _packed(prompt) if len(prompt) <= _PACKED else await asyncio.to_thread(_packed, prompt)
         except OverflowError:  # which ids exist is the engine's to say
             return None
+        return _Source(data, _Ids(), _unpacked, Frame(), given=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +260,7 @@ def _make(source: _Source, found: Found, hashing: _Hashing | None) -> _Made:
             ends.append((ends[-1] if ends else 0) + len(piece))
             counts.append(len(ids))
         if len(batch) == _BATCH:
-            time.sleep(_PAUSE)
+            time.sleep(PAUSE)
     ends.pop()  # the last piece ends with the text, which is no mark
     counts.pop()
     ids.extend(source.frame.after)

@@ -92,7 +92,7 @@ class Tokenizer:
         if isinstance(prompt, str):
             self.check()
             return _text(prompt, special=body.get("add_special_tokens", True) is not False)
-        if isinstance(prompt, list) and prompt and set(map(type, prompt)) == {int}:
+        if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
             return prompt
         if isinstance(prompt, list) and len(prompt) > 1 and all(isinstance(one, str | list) for one in prompt):
             raise Inexact("several_prompts")

@@ -261,7 +261,8 @@ class Forest:
     def add(self, chain: Chain, text: bytes, at: int, stretch: Stretch) -> None:
         """Remember what was made of a text from `at` on, which is where `find` said that it is known to.
 
-        If that has changed since, nothing is remembered: the next text will tell.
+        If that has changed since, nothing is remembered: the next text will tell. What is held may now be
+        over the bound: `shrink` is to follow.
         """
         tree = self._trees.get(chain)
         if not stretch.ends or (tree is None and at):
@@ -290,7 +291,19 @@ class Forest:
         leaves = self._domains[chain.domain].leaves
         leaves[node] = tree
         leaves.move_to_end(node)
-        self._shrink()
+
+    def shrink(self, leaves: int = 2**62) -> bool:
+        """Forget so many leaves at most of what is over the bound; whether it then holds."""
+        while self.held_bytes > self._max_bytes and self._levels:
+            if not leaves:
+                return False
+            leaves -= 1
+            domain = next(iter(self._levels[max(self._levels)].values()))
+            self._shed(domain)
+            if not domain.leaves:
+                self._unplace(domain)
+                del self._domains[domain.name]
+        return True
 
     def _open(self, tree: _Tree, path: Sequence[_Step]) -> _Node:
         """The node that ends where a path ends: the last one, or the first part of it."""
@@ -347,15 +360,6 @@ class Forest:
             del level[domain.name]
             if not level:
                 del self._levels[domain.level]
-
-    def _shrink(self) -> None:
-        """Forget leaves until all is within the bound."""
-        while self.held_bytes > self._max_bytes and self._levels:
-            domain = next(iter(self._levels[max(self._levels)].values()))
-            self._shed(domain)
-            if not domain.leaves:
-                self._unplace(domain)
-                del self._domains[domain.name]
 
     def _shed(self, domain: _Domain) -> None:
         """Forget a domain's least recently used leaf, and its tree if it was the last."""

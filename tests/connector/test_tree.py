@@ -46,6 +46,7 @@ def learn(forest: Forest, text: bytes, of: Chain) -> Found:
     hashes = [block(text, number) for number in range(found.tokens // SIZE, (found.tokens + len(new)) // SIZE)]
     stretch = Stretch(array("I", marks), array("I", marks), array("I", list(new)), hashes if of.block_size else [])
     forest.add(of, text, found.at, stretch)
+    assert forest.shrink()
     return found
 
 
@@ -110,6 +111,20 @@ def test_the_bound_holds(steps: list[tuple[bytes, str]], bound: int) -> None:
         check(forest)
     forest.clear()
     check(forest)
+
+
+def test_it_can_be_forgotten_bit_by_bit() -> None:
+    forest = Forest(10_000)
+    for number in range(10):
+        text = b"%08d" % number * 12
+        forest.add(chain(), text, 0, Stretch(array("I", [96]), array("I", [1]), array("I", [1]), []))
+    before = forest.held_bytes
+    assert before > 10_000
+    assert not forest.shrink(1)
+    assert 10_000 < forest.held_bytes < before
+    assert forest.shrink()
+    check(forest)
+    assert forest.held_bytes <= 10_000
 
 
 def test_a_conversation_that_grows_is_one_node() -> None:
