@@ -8,7 +8,7 @@ so; the messages are pieces of these sources.
 Times are of one process on a machine that may have other work: CPU beside them is user and system time
 of all its threads. A gap is how late a task of the event loop runs that wants to run every millisecond,
 beside what it is when nothing else happens; `held` is the longest gap without the time in which the
-loop's thread waited for a processor (/proc/thread-self/schedstat), which is what this process can help.
+loop's thread waited for a processor (/proc/thread-self/schedstat), most of which this process can help.
 """
 
 import argparse
@@ -222,7 +222,7 @@ async def stall(model: Model, author: Author, tokens: int, count: int) -> dict[s
             gaps.append((gap, gap - (queued - waited)))
             last, waited = now, queued
 
-    took, worst, held, idle = [], [], [], []
+    took, worst, held, idle, idle_held = [], [], [], [], []
     with closing(Prompts(model, max_bytes=BOUND)) as prompts:
         prompts._rendering.start()
         while not prompts._rendering.ready:  # noqa: ASYNC110 - it is another process that is waited for
@@ -242,6 +242,7 @@ async def stall(model: Model, author: Author, tokens: int, count: int) -> dict[s
             gaps.clear()
             await asyncio.sleep(took[-1])
             idle.append(max(gap for gap, _ in gaps))
+            idle_held.append(max(own for _, own in gaps))
         ticking.cancel()
     return {
         "tokens": tokens,
@@ -249,6 +250,7 @@ async def stall(model: Model, author: Author, tokens: int, count: int) -> dict[s
         "gap_ms": ms(worst),
         "idle_gap_ms": ms(idle),
         "held_ms": ms(held),
+        "idle_held_ms": ms(idle_held),
         "worst_held_ms": round(max(held) * 1000, 3),
     }
 
