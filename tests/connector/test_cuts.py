@@ -157,6 +157,7 @@ def test_a_trial_that_fails_is_no_success() -> None:
     assert not tried(backend, Cuts(before=False, within=False, places=re.compile(b"(?!)")), [])
 
 
+@settings(deadline=None)
 @given(st.text(st.characters(codec="utf-8"), max_size=40), st.text(st.characters(codec="utf-8"), max_size=40))
 def test_a_cut_is_certain_as_soon_as_it_is_seen(before: str, after: str) -> None:
     """Whether a place is a cut depends on no more than what the expression looks at."""
