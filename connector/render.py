@@ -72,30 +72,36 @@ class Template(Protocol):
 def chat_text(body: Mapping[str, Any], template: Template, rules: Rules = NO_FLAGS) -> str:
     """The text of a /v1/chat/completions body. Raises `Inexact` where it cannot be known."""
     for name in _INEXACT_FIELDS:
-        if body.get(name) is not None:
+        if body.get(name) not in (None, {}):
             raise Inexact(name)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Inexact("messages")
     own = _own_template(body, rules)
     variables = _variables(body, rules)
-    named = variables.pop("chat_template", None)
-    go_on = variables.pop("continue_final_message")
     try:
-        chosen = chat_template(template.get_chat_template(own, tools=variables["tools"]))
-        used = chosen
-        if own is None and named is not None:  # vLLM chooses the form before it looks at this one
-            used = chat_template(template.get_chat_template(named, tools=variables["tools"]))
-        form = chosen.content if rules.content_format == "auto" else rules.content_format
-        conversation = [_message(message, form) for message in messages]
-        if any(message["role"] == "developer" for message in conversation):
-            conversation = _developers(conversation, known=used.knows_developers)
-        read = {name: value for name, value in variables.items() if name in used.variables or name in _ALWAYS}
-        text = used.text(conversation, {**template.special_tokens_map, **read}, go_on=go_on)
+        return _rendered(messages, own, variables, template, rules)
     except Inexact:
         raise
     except Exception as error:  # a template is a program of the model's: it may raise anything
         raise Inexact("template") from error
+
+
+def _rendered(
+    messages: Sequence[object], own: str | None, variables: dict[str, Any], template: Template, rules: Rules
+) -> str:
+    named = variables.pop("chat_template", None)
+    go_on = variables.pop("continue_final_message")
+    chosen = chat_template(template.get_chat_template(own, tools=variables["tools"]))
+    used = chosen
+    if own is None and named is not None:  # vLLM chooses the form before it looks at this one
+        used = chat_template(template.get_chat_template(named, tools=variables["tools"]))
+    form = chosen.content if rules.content_format == "auto" else rules.content_format
+    conversation = [_message(message, form) for message in messages]
+    if any(message["role"] == "developer" for message in conversation):
+        conversation = _developers(conversation, known=used.knows_developers)
+    read = {name: value for name, value in variables.items() if name in used.variables or name in _ALWAYS}
+    text = used.text(conversation, {**template.special_tokens_map, **read}, go_on=go_on)
     if "e+" in text and _beyond_64_bits([conversation, read]):
         raise Inexact("number")
     return text

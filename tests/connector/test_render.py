@@ -699,6 +699,7 @@ def test_generation_prompts_that_the_engine_refuses(fields: dict[str, Any]) -> N
 def test_fields_that_change_the_prompt_in_ways_unknown_here(field: str) -> None:
     assert refused({"messages": [USER], field: 0}) == field
     assert chat_text({"messages": [USER], field: None}, Folder("x")) == "x"
+    assert chat_text({"messages": [USER], field: {}}, Folder("x")) == "x"
 
 
 @pytest.mark.parametrize(

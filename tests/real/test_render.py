@@ -39,7 +39,6 @@ INEXACT = {
     "nan arguments": "number",
     "kwargs tokenize": "chat_template_kwargs",
     "generation as number": "generation_prompt",
-    "mm kwargs": "mm_processor_kwargs",
 }
 """The shapes that an engine takes and that are not known exactly here, with the reason."""
 
