@@ -8,7 +8,7 @@ Rendering is what transformers 5.16 to 5.19 do (utils/chat_template_utils.py), b
 
 Why not by transformers: from 5.20 on it gives templates other messages (members that are null are gone,
 reasoning has a third name), so that which one is installed here would decide whether a prompt is
-the engine's. And it copies whole conversations: 201 messages with 40 tools took 2.3 ms instead of 0.8.
+the engine's. And it copies whole conversations: 201 messages with 40 tools took 2.3 ms instead of 1.4.
 """
 
 import json
