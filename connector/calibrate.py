@@ -175,7 +175,7 @@ def _differences(believed: HashScheme, scheme: HashScheme) -> Iterator[tuple[Kin
         yield (
             "tagging",
             f"hashes salts and adapters {how}, as vLLM {version} does",
-            UPGRADE,
+            f'set models[].vllm to "{"0.32" if scheme.tagged else "0.30"}", or {UPGRADE}',
         )
 
 

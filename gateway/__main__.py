@@ -114,7 +114,7 @@ def doctor(path: Path, as_json: bool, timeout: float) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         report = asyncio.run(examine(config.load(path), patience=timeout, say=say))
-    except (config.ConfigError, NoTokenizer, BadAuthority) as error:
+    except (config.ConfigError, NoTokenizer, BadAuthority, BadTemplate) as error:
         raise Unusable(str(error)) from error
     click.echo(json.dumps(tree(report), indent=2) if as_json else "\n".join(lines(report)))
     sys.exit(0 if report.healthy else 1)

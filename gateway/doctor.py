@@ -45,8 +45,8 @@ class Report:
 async def examine(settings: config.Config, *, patience: float, say: Say = lambda _: None) -> Report:
     """Ask everything that the configuration names. `say` is told of the progress.
 
-    `patience` in seconds is for each answer, and for blocks to come up in the pool. Raises `NoTokenizer` and
-    `BadAuthority` for what is named and not there.
+    `patience` in seconds is for each answer, and for blocks to come up in the pool. Raises `NoTokenizer`,
+    `BadTemplate` and `BadAuthority` for what is named and not there.
     """
     tls = authorities(settings.engines.ca)
     pools = {name: Pool(name, Master(pool.admin, patience)) for name, pool in settings.pools.items()}

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 from tokenizers import Tokenizer as Backend
 
-from connector.blocks import Adapter, Algorithm, HashScheme, hashing_of
+from connector.blocks import HASHING, Adapter, Algorithm, HashScheme, hashing_of
 from connector.calibrate import (
     DEADLINE,
     Finding,
@@ -38,6 +38,8 @@ from connector.vllm import CacheFacts, Card, EngineControl
 from gateway import config
 from gateway.models import Model, Pool
 
+NEWEST = next(reversed(HASHING))
+"""The newest release of vLLM whose way of hashing is known."""
 EVENTS_WAIT = 3.0
 """Seconds after a prompt for its events to arrive."""
 ADAPTERS = 2
@@ -230,25 +232,21 @@ class Examination:
         return True
 
     async def _version(self, control: EngineControl) -> None:
-        try:
-            version = await control.version()
-        except WireError as error:
-            self._add("version", "warning", "?", f"does not tell its version: {error.detail}", "see that it is vLLM")
-            return
+        version = await control.version()
         if version is None:
             self._add("version", "warning", "?", "does not tell its version", "see that it is vLLM")
             return
         self.facts = replace(self.facts, version=version)
         hashing = hashing_of(version)
-        if hashing is None:
+        if hashing is None and self.model.hashing is None:
             self._add(
                 "version",
                 "warning",
                 version,
-                f"is vLLM {version}, whose hashing was not checked against this gateway's",
-                "mind what is said of its hashes below",
+                f"is vLLM {version}, whose way of hashing is not known here, so its requests are placed by load",
+                f'if its hashes agree below, as those of {NEWEST} would, set models[].vllm to "{NEWEST}"',
             )
-        elif not hashing.tagged:
+        elif hashing is not None and not hashing.tagged:
             self._add(
                 "version",
                 "warning",
@@ -379,12 +377,15 @@ class Examination:
 
     def _belief(self) -> HashScheme | None:
         """How the gateway believes that it hashes, a random root included."""
+        model = self.model
+        if self.facts.version is not None and hashing_of(self.facts.version) is None and model.hashing is None:
+            model = replace(model, hashing=HASHING[NEWEST])  # it is told of with the version
         try:
-            return self.model.scheme(self.facts)
+            return model.scheme(self.facts)
         except Inexact as error:
             reason = error.reason
         if reason == "random_seed":
-            return replace(replace(self.model, seed="0").scheme(self.facts), seed=None)
+            return replace(replace(model, seed="0").scheme(self.facts), seed=None)
         setting = {"block_size_unknown": "block_size", "algorithm_unknown": "hash"}.get(reason, "block_size and hash")
         self._add(
             "hashes",

@@ -105,6 +105,7 @@ class Fleet:
     numbers: Engine
     untagged: Engine
     random: Engine
+    unknown: Engine
     decodes: Engine
     finds_nothing: Engine
 
@@ -125,6 +126,7 @@ def fleet(pool: Pool) -> Fleet:
         pool.engine("--int-block-hashes", "--enable-scale-out", wait=False),
         pool.engine("--vllm-version", "0.30.0", "--dev-mode", wait=False),
         pool.engine("--vllm-version", "0.28.0", wait=False),
+        pool.engine("--vllm-version", "0.99.0", wait=False),
         pool.engine(role="decode", wait=False),
         pool.engine("--hash-seed", "42", role="decode", wait=False),
     ]
@@ -222,6 +224,12 @@ def test_a_configuration_that_is_wrong(
     assert found[fleet.right.id, "hashes"]["word"] == word
 
 
+def test_an_engine_of_an_unknown_release_that_hashes_as_known_ones_do(fleet: Fleet, tmp_path: Path) -> None:
+    path = written(tmp_path, fleet.pool, [fleet.unknown.setting()])
+    assert not wrong(doctor(path, "--json"))
+    assert "is vLLM 0.99.0, whose way of hashing is not known here" in doctor(path).output
+
+
 def test_an_adapter_at_two_paths(fleet: Fleet, tmp_path: Path) -> None:
     path = written(tmp_path, fleet.pool, [fleet.right.setting(), fleet.seed.setting()])
     tree = json.loads(doctor(path, "--json").stdout)
@@ -235,6 +243,9 @@ def test_an_engine_from_before_tags(fleet: Fleet, tmp_path: Path) -> None:
     alone = wrong(doctor(written(tmp_path, fleet.pool, [fleet.untagged.setting()]), "--json"))
     assert alone.keys() == {(fleet.untagged.id, "safety")}
     assert "erase the whole pool" in alone[fleet.untagged.id, "safety"]["says"]
+    taken = wrong(doctor(written(tmp_path, fleet.pool, [fleet.untagged.setting()], vllm="0.32"), "--json"))
+    assert taken[fleet.untagged.id, "hashes"]["word"] == "tagging"
+    assert "untagged, as vLLM before 0.31 does" in taken[fleet.untagged.id, "hashes"]["says"]
     both = wrong(doctor(written(tmp_path, fleet.pool, [fleet.right.setting(), fleet.untagged.setting()]), "--json"))
     assert both[f"model {NAME}", "fleet"]["word"] == "ways to hash salts"
     assert f"untagged on {fleet.untagged.id}" in both[f"model {NAME}", "fleet"]["says"]
