@@ -8,16 +8,20 @@ What is dangerous is told as far as it shows from outside; `UNSEEN` says what do
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
+import orjson
+
 from connector.blocks import hashing_of
-from connector.errors import WireError
+from connector.errors import Inexact, WireError
 from connector.mooncake import Master
+from connector.parity import PLAIN, compare_ids
 from gateway import config
 from gateway.app import authorities, model_of
 from gateway.examination import Check, Examination, Level, Say, words_of
-from gateway.models import Pool
+from gateway.models import Model, Pool
 
 AT_ONCE = 4
 """Engines that are examined side by side."""
@@ -68,6 +72,7 @@ async def examine(settings: config.Config, *, patience: float, say: Say = lambda
             for examination in examinations:
                 group.create_task(one(examination))
         await _loads(examinations)
+        renders = [check for model in settings.models async for check in _render(model, models[model.name])]
     finally:
         for model in models.values():
             model.close()
@@ -75,7 +80,7 @@ async def examine(settings: config.Config, *, patience: float, say: Say = lambda
             pool.master.close()
     for examination in examinations:
         examination.conclude()
-    checks = [*pool_checks, *(check for one in examinations for check in one.checks)]
+    checks = [*pool_checks, *renders, *(check for one in examinations for check in one.checks)]
     for name in models:
         checks += _alike(name, [one for one in examinations if one.model.name == name])
     checks += _shared_sockets(examinations)
@@ -104,6 +109,35 @@ async def _pool(pool: Pool, urls: Sequence[str]) -> Check:
             f"set pools.{pool.name}.admin to the Mooncake master's HTTP side (--metrics_port, not --rpc_port)",
         )
     return Check(subject, "reachable", "agrees", "yes")
+
+
+async def _render(settings: config.Model, model: Model) -> AsyncIterator[Check]:
+    """Whether the server that renders does, and as is rendered here."""
+    if settings.render is None or model.render is None:
+        return
+    subject, url = f"model {model.name}", settings.render.url
+    body = {**PLAIN.body, "model": model.name, "max_tokens": 1}
+    reason = ""
+    for _ in range(2):  # the first render of a server takes long
+        try:
+            rendered = await model.render.render(PLAIN.path, [orjson.dumps(body)])
+            break
+        except Inexact as error:
+            reason = error.reason
+    else:
+        fix = {
+            "render_forbidden": "start it with --enable-scale-out, or see models[].render.api_key",
+            "render_timeout": "give it more time with models[].render.deadline_ms",
+        }
+        says = f"has a server that renders, {url}, which does not ({reason.replace('_', ' ')})"
+        yield Check(subject, "render", "wrong", "no", says, fix.get(reason, "see models[].render.url, and its log"))
+        return
+    with suppress(Inexact):
+        if model.prompts is not None and compare_ids(model.prompts.full(PLAIN.kind, body), rendered.token_ids):
+            says = f"has a server that renders, {url}, with other token ids than are computed here"
+            yield Check(subject, "render", "wrong", "differs", says, "give it the model and the flags of the engines")
+            return
+    yield Check(subject, "render", "agrees", "yes")
 
 
 def _alike(model: str, engines: Sequence[Examination]) -> Iterator[Check]:

@@ -50,7 +50,9 @@ MAX_EVENTS = 200
 SEE_LOG = "see the engine's log"
 
 Level = Literal["agrees", "note", "warning", "wrong"]
-Topic = Literal["reachable", "version", "model", "tokens", "hashes", "keys", "events", "usage", "safety", "fleet"]
+Topic = Literal[
+    "reachable", "render", "version", "model", "tokens", "hashes", "keys", "events", "usage", "safety", "fleet"
+]
 Say = Callable[[str], None]
 
 
@@ -243,8 +245,8 @@ class Examination:
                 "version",
                 "warning",
                 version,
-                f"is vLLM {version}, whose way of hashing is not known here, so its requests are placed by load",
-                f'if its hashes agree below, as those of {NEWEST} would, set models[].vllm to "{NEWEST}"',
+                f"is vLLM {version}, whose way of hashing is not known here; it is believed to hash as {NEWEST}",
+                f'where its hashes agree below, set models[].vllm to "{NEWEST}"',
             )
         elif hashing is not None and not hashing.tagged:
             self._add(
@@ -372,20 +374,18 @@ class Examination:
             self._add("tokens", "wrong", found.kind, f"{found.detail}; {count} agree, not: {shapes}", found.fix)
         if found.unknown:
             shapes = ", ".join(found.unknown)
-            self._add("tokens", "note", "", f"gets chats whose ids are not computed here, and placed by load: {shapes}")
+            how = "placed by load" if self.model.render is None else "rendered by models[].render"
+            self._add("tokens", "note", "", f"gets chats whose ids are not computed here, and {how}: {shapes}")
         return True
 
     def _belief(self) -> HashScheme | None:
         """How the gateway believes that it hashes, a random root included."""
-        model = self.model
-        if self.facts.version is not None and hashing_of(self.facts.version) is None and model.hashing is None:
-            model = replace(model, hashing=HASHING[NEWEST])  # it is told of with the version
         try:
-            return model.scheme(self.facts)
+            return self.model.scheme(self.facts)
         except Inexact as error:
             reason = error.reason
         if reason == "random_seed":
-            return replace(replace(model, seed="0").scheme(self.facts), seed=None)
+            return replace(replace(self.model, seed="0").scheme(self.facts), seed=None)
         setting = {"block_size_unknown": "block_size", "algorithm_unknown": "hash"}.get(reason, "block_size and hash")
         self._add(
             "hashes",
@@ -410,12 +410,15 @@ class Examination:
         found = self.finding = await self._found(probe, believed, self.model.pool, keys)
         if found.kind == "not_stored" and self.spec.role == "decode":
             self._add("keys", "note", "none", "puts nothing into the pool, as is usual where it only decodes")
+        elif found.kind == "key_prefix" and found.scheme == believed and self.model.key_prefix is None:
+            name = " or ".join(sorted(_names(found.prefixes)))
+            self._add("keys", "note", name, f"names its blocks {name}@..., which the gateway learns by itself")
         elif found.kind in ("key_prefix", "ranks", "not_stored", "unknown", "pool_unreachable"):
             self._add("keys", "wrong", found.kind.replace("_", " "), found.detail, found.fix)
         elif found.kind in ("unreachable", "refused"):
             self._add("reachable", "wrong", "no answer", found.detail, found.fix)
         elif found.kind != "random_seed":
-            self._add("keys", "agrees", ", ".join(sorted(_names(keys))))
+            self._add("keys", "agrees", ", ".join(sorted(_names(keys.prefixes))))
         if found.agrees:
             for adapter in self.adapters[:ADAPTERS]:
                 await self._adapter(probe, believed, self.model.pool, keys, adapter)
@@ -581,8 +584,8 @@ def _cached(answer: Any) -> int | None:
     return details.get("cached_tokens") if isinstance(details, dict) else None
 
 
-def _names(keys: KeyScheme) -> frozenset[str]:
-    return frozenset(prefix.partition("@tp_rank:")[0] for prefix in keys.prefixes)
+def _names(prefixes: Collection[str]) -> frozenset[str]:
+    return frozenset(prefix.partition("@tp_rank:")[0] for prefix in prefixes)
 
 
 def _scheme(scheme: HashScheme) -> str:

@@ -122,7 +122,7 @@ def fleet(pool: Pool) -> Fleet:
         pool.engine("--prefix-caching-hash-algo", "sha256", wait=False),
         pool.engine(block_size=64, wait=False),
         pool.engine("--cache-prefix", "blue", wait=False),
-        pool.engine("--chat-template", str(pool.folder / "other.jinja"), wait=False),
+        pool.engine("--chat-template", str(pool.folder / "other.jinja"), "--enable-scale-out", wait=False),
         pool.engine("--int-block-hashes", "--enable-scale-out", wait=False),
         pool.engine("--vllm-version", "0.30.0", "--dev-mode", wait=False),
         pool.engine("--vllm-version", "0.28.0", wait=False),
@@ -228,6 +228,23 @@ def test_an_engine_of_an_unknown_release_that_hashes_as_known_ones_do(fleet: Fle
     path = written(tmp_path, fleet.pool, [fleet.unknown.setting()])
     assert not wrong(doctor(path, "--json"))
     assert "is vLLM 0.99.0, whose way of hashing is not known here" in doctor(path).output
+
+
+def test_another_key_prefix_is_learned_where_none_is_configured(fleet: Fleet, tmp_path: Path) -> None:
+    path = written(tmp_path, fleet.pool, [fleet.prefix.setting()])
+    assert not wrong(doctor(path, "--json"))
+    assert f"names its blocks blue@{NAME}@..., which the gateway learns by itself" in doctor(path).output
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "fix"),
+    [("numbers", None, ""), ("right", "no", "--enable-scale-out"), ("template", "differs", "the model and the flags")],
+)
+def test_a_server_that_renders(fleet: Fleet, tmp_path: Path, name: str, word: str | None, fix: str) -> None:
+    render = {"url": f"http://{getattr(fleet, name).id}", "deadline_ms": 2000}
+    found = wrong(doctor(written(tmp_path, fleet.pool, [fleet.right.setting()], render=render), "--json"))
+    assert [(one["topic"], one["word"]) for one in found.values()] == ([("render", word)] if word else [])
+    assert all(fix in one["fix"] for one in found.values())
 
 
 def test_an_adapter_at_two_paths(fleet: Fleet, tmp_path: Path) -> None:
