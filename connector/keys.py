@@ -98,7 +98,7 @@ class KeyScheme:
 
     @classmethod
     def from_found(cls, prefixes: Collection[str]) -> "KeyScheme":
-        """The scheme of the prefixes that blocks were found under, as `Master.find` gives them.
+        """The scheme of the prefixes that a block was found under, one that must be there.
 
         Raises `Inexact`: `keys_not_found` where there are none, `keys_of_several` where they are of more
         than one name, `keys_incomplete` where the object of a rank is missing between others.

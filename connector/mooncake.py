@@ -108,27 +108,13 @@ class Master:
         except TimeoutError:
             return False
 
-    async def learn(self, hashes: Collection[bytes], expected: KeyScheme) -> KeyScheme:
-        """How the engines name the blocks `hashes`, which must be there: as `expected`, or as they are found.
-
-        The blocks are best those of a prompt with a salt of its own, so that no other engines wrote them.
-        Raises a `WireError` where the pool does not tell, and `Inexact` where that makes no scheme.
-        """
-        wanted = [key for block in hashes for key in expected.keys(block)]
-        if (await self._told(lambda wire: self._all_resident(wire, wanted))).issuperset(wanted):
-            return expected
-        return KeyScheme.from_found(await self.find(hashes))
-
-    async def find(self, hashes: Collection[bytes]) -> frozenset[str]:
-        """The prefixes of keys under which the pool holds every one of the blocks `hashes`.
-
-        A prefix is all of a key but the hash, as in `KeyScheme.prefixes`. Raises a `WireError`. Of a pool with
-        more keys than `MAX_LISTING` bytes tell, a prefix may be missed.
-        """
-        return await self._told(lambda wire: self._found(wire, hashes))
-
     async def prefixes(self, hashes: Collection[bytes]) -> frozenset[str]:
-        """The prefixes of keys that end in any of `hashes`. Raises and may miss as `find` does."""
+        """The prefixes of keys that end in any of the blocks `hashes`.
+
+        A prefix is all of a key but the hash, as in `KeyScheme.prefixes`; that its key has an object still is
+        not said. The blocks are best those of a prompt with a salt of its own, so that no other engines wrote
+        them. Raises a `WireError`. Of a pool with more keys than `MAX_LISTING` bytes tell, some are missed.
+        """
         return frozenset(await self._told(lambda wire: self._listed(wire, hashes)))
 
     async def resident(self, keys: Sequence[str]) -> frozenset[str]:
@@ -143,12 +129,6 @@ class Master:
             return await _prefixes(listing, frozenset(block.hex().encode() for block in hashes))
         finally:
             listing.close()
-
-    async def _found(self, wire: Wire, hashes: Collection[bytes]) -> frozenset[str]:
-        seen = await self._listed(wire, hashes)
-        keys = {prefix: {prefix + block.hex() for block in hashes} for prefix in seen}
-        there = await self._all_resident(wire, sorted(set().union(*keys.values())))
-        return frozenset(prefix for prefix, wanted in keys.items() if wanted <= there)
 
     async def _told(self, ask: Callable[[Wire], Awaitable[T]]) -> T:
         """What a master says within `LEARN_SECONDS`; whatever goes wrong is a `WireError`."""
@@ -227,5 +207,5 @@ async def _prefixes(listing: Answer, digests: frozenset[bytes]) -> set[str]:
 def _prefixes_of(keys: Sequence[bytes], digests: frozenset[bytes]) -> Iterator[bytes]:
     for key in keys:
         prefix, mark, digest = key.strip().rpartition(b"@")
-        if digest in digests:
+        if mark and digest in digests:
             yield prefix + mark

@@ -215,10 +215,17 @@ class Auditor:
             engine.control, model.name, believed, model.pool.master, keys, block_sizes=(told.block_size,)
         )
         if found.kind == "key_prefix" and found.scheme == believed and model.key_prefix is None:
-            log.info("model %s: the pool's keys begin with %s; learned", model.name, " and ".join(found.prefixes))
-            self._learned[model.name] = KeyScheme(found.prefixes)
-            return Finding("agrees", scheme=believed, prefixes=found.prefixes)
+            return self._learn(model, found)
         return found
+
+    def _learn(self, model: Model, found: Finding) -> Finding:
+        """Take the names that a sample's block was found under, if the objects of all ranks are among them."""
+        try:
+            self._learned[model.name] = KeyScheme.from_found(found.prefixes)
+        except Inexact as error:
+            return Finding("unknown", f"has a block in the pool under names that make no scheme: {error.reason}")
+        log.info("model %s: the pool's keys begin with %s; learned", model.name, " and ".join(found.prefixes))
+        return Finding("agrees", scheme=found.scheme, prefixes=found.prefixes)
 
     def _judge_events(self, engine: Engine) -> None:
         """Whether the newest prompt that an engine told of has our hashes."""

@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from connector.blocks import Prefix
-from connector.errors import BadAnswer, Disconnected, Inexact, TimedOut, Unreachable, WireError
+from connector.errors import BadAnswer, Disconnected, TimedOut, Unreachable, WireError
 from connector.keys import KeyScheme, Ranks
 from connector.mooncake import CHUNK_KEYS, Master, Residency
 from tests.connector.peer import Line, Peer, Script, answers, free_port, hold, listen, ok, once, until
@@ -395,50 +395,45 @@ def hashes(*numbers: int) -> list[bytes]:
     return [number.to_bytes(32) for number in numbers]
 
 
-async def test_what_is_as_expected_is_not_looked_for() -> None:
-    async with mastered(holding(keys_of(ONE_RANK, range(3)))) as (master, peer):
-        assert await master.learn(hashes(0, 2), ONE_RANK) == ONE_RANK
-        assert [urlsplit(request.target).path for request in peer.requests] == ["/batch_query_keys"]
-
-
 @pytest.mark.parametrize("ranks", [Ranks(), Ranks(tp=2), Ranks(tp=4, pp=2, dcp=2), Ranks(groups=(0, 1))])
 async def test_engines_name_their_blocks_otherwise_and_are_understood(ranks: Ranks) -> None:
     scheme = KeyScheme.of("space@Qwen3-8B@cfg:0123456789ab", ranks)
     stored = keys_of(scheme, range(8))
     others = {f"other-{number}" for number in range(1000)} | keys_of(ONE_RANK, range(100, 200))
-    async with mastered(telling(listed(stored | others), stored | others)) as (master, _):
-        learnt = await master.learn(hashes(3, 4), ONE_RANK)
+    async with mastered(telling(listed(stored | others), stored | others)) as (master, peer):
+        learnt = KeyScheme.from_found(await master.prefixes(hashes(3, 4)))
+        assert [request.target for request in peer.requests] == ["/get_all_keys"]
         assert set(learnt.prefixes) == set(scheme.prefixes)
         assert (await master.look_up(prefix(8), learnt)).run == 8
 
 
-async def test_a_prefix_is_one_that_every_block_is_under() -> None:
-    """A sliding window's group, say, keeps the last blocks only."""
+async def test_a_prefix_is_one_that_any_of_the_blocks_is_under() -> None:
     window = STRANGE.replace("group:0", "group:1")
     stored = [STRANGE + block.hex() for block in hashes(0, 1)] + [window + hashes(1)[0].hex()]
     async with mastered(telling(listed(stored), stored)) as (master, _):
-        assert await master.find(hashes(0, 1)) == {STRANGE}
-        assert await master.find(hashes(1)) == {STRANGE, window}
-        assert await master.find(hashes(0, 2)) == frozenset()
+        assert await master.prefixes(hashes(0, 1)) == {STRANGE, window}
+        assert await master.prefixes(hashes(0, 2)) == {STRANGE}
+        assert await master.prefixes(hashes(2)) == frozenset()
 
 
-async def test_a_key_whose_object_is_gone_is_not_found() -> None:
-    async with mastered(telling(listed([STRANGE + hashes(0)[0].hex()]), ())) as (master, _):
-        assert await master.find(hashes(0)) == frozenset()
-        with pytest.raises(Inexact, match="keys_not_found"):
-            await master.learn(hashes(0), ONE_RANK)
+async def test_any_number_of_keys_is_asked_for() -> None:
+    stored = keys_of(ONE_RANK, range(0, 1000, 2))
+    async with mastered(holding(stored)) as (master, peer):
+        assert await master.resident(sorted(keys_of(ONE_RANK, range(1000)))) == stored
+        assert max(len(asked(request.target)) for request in peer.requests) == CHUNK_KEYS
+        assert await master.resident([]) == frozenset()
 
 
 @pytest.mark.parametrize("listing", [b"", b"\n\n", b"@", b"no hash\n@@\n", b"\xff@\n", bytes(32).hex().encode()])
 async def test_a_list_without_a_name_for_the_block_finds_none(listing: bytes) -> None:
     async with mastered(telling(listing, ())) as (master, _):
-        assert await master.find(hashes(0)) == frozenset()
+        assert await master.prefixes(hashes(0)) == frozenset()
 
 
 async def test_the_last_line_needs_no_end() -> None:
     stored = [STRANGE + hashes(0)[0].hex()]
     async with mastered(telling(listed(stored).strip(), stored)) as (master, _):
-        assert await master.find(hashes(0)) == {STRANGE}
+        assert await master.prefixes(hashes(0)) == {STRANGE}
 
 
 async def test_an_endless_list_is_read_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,7 +447,7 @@ async def test_an_endless_list_is_read_to_a_bound(monkeypatch: pytest.MonkeyPatc
             await line.send(listed(f"key-{number}" for number in range(5000)))
 
     async with mastered(endless, holding(stored)) as (master, _):
-        assert await master.find(hashes(0)) == {STRANGE}
+        assert await master.prefixes(hashes(0)) == {STRANGE}
 
 
 @pytest.mark.parametrize(
@@ -461,7 +456,6 @@ async def test_an_endless_list_is_read_to_a_bound(monkeypatch: pytest.MonkeyPatc
         (answers(ok(b"", status=b"404 Not Found")), BadAnswer),
         (answers(ok(b"x" * 200_000)), BadAnswer),
         (telling(b"\xff@" + bytes(32).hex().encode(), ()), BadAnswer),
-        (telling(b"a,b@" + bytes(32).hex().encode(), ()), BadAnswer),
         (once(b"SSH-2.0\r\n"), BadAnswer),
         (once(), Disconnected),
     ],
@@ -469,7 +463,7 @@ async def test_an_endless_list_is_read_to_a_bound(monkeypatch: pytest.MonkeyPatc
 async def test_a_master_that_does_not_tell_is_an_error(script: Script, error: type[WireError]) -> None:
     async with mastered(script) as (master, _):
         with pytest.raises(error):
-            await master.find(hashes(0))
+            await master.prefixes(hashes(0))
 
 
 @pytest.mark.parametrize("script", [hold, drips])
@@ -477,7 +471,7 @@ async def test_a_master_that_takes_too_long_is_an_error(monkeypatch: pytest.Monk
     monkeypatch.setattr("connector.mooncake.LEARN_SECONDS", 0.02)
     async with mastered(script) as (master, _):
         with pytest.raises(TimedOut):
-            await master.learn(hashes(0), ONE_RANK)
+            await master.prefixes(hashes(0))
 
 
 async def test_the_next_master_is_asked_for_names_too() -> None:
@@ -485,6 +479,6 @@ async def test_the_next_master_is_asked_for_names_too() -> None:
     async with listen(telling(listed(stored), stored)) as peer:
         master = Master([f"http://127.0.0.1:{free_port()}", peer.url], PLENTY)
         with pytest.raises(Unreachable):
-            await master.find(hashes(0))
-        assert await master.find(hashes(0)) == {STRANGE}
+            await master.prefixes(hashes(0))
+        assert await master.prefixes(hashes(0)) == {STRANGE}
         master.close()

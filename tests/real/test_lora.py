@@ -125,8 +125,8 @@ async def test_names_are_learnt_from_a_block_that_must_be_there(adapted: Adapted
     hashes = {bytes.fromhex(key.rpartition("@")[2]) for key in keys}
     pool = PoolMaster([adapted.master.admin], 1.0)
     try:
-        assert await pool.find(hashes) == set(KEY_NAMES.prefixes)
-        assert await pool.learn(hashes, KeyScheme.of("a-wrong-guess")) == KEY_NAMES
+        assert KeyScheme.from_found(await pool.prefixes(hashes)) == KEY_NAMES
+        assert await pool.resident([*keys, "nobody's"]) == keys
     finally:
         pool.close()
 
