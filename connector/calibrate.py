@@ -89,6 +89,11 @@ class Finding:
         return self.kind == "agrees"
 
     @property
+    def final(self) -> bool:
+        """Whether asking again would tell nothing else."""
+        return self.kind in ("agrees", "not_stored")
+
+    @property
     def disagrees(self) -> bool:
         """Whether blocks are known to bear other names than ours. Neither: it could not be found out."""
         return self.kind in _DISAGREE

@@ -40,11 +40,13 @@ class Counted(Struct, frozen=True):
 class _Against:
     """An engine that disagrees about a shape."""
 
-    __slots__ = ("counts_in_a_row", "for_ids", "ids_in_a_row", "reason")
+    __slots__ = ("counts_in_a_row", "for_ids", "ids_in_a_row", "made_here", "reason")
 
-    def __init__(self, reason: str, *, for_ids: bool) -> None:
+    def __init__(self, reason: str, *, for_ids: bool, made_here: bool = False) -> None:
         self.reason = reason
         self.for_ids = for_ids
+        self.made_here = made_here
+        """Only prompts made here have shown it so far: they can then take it back as well."""
         self.counts_in_a_row = 0
         self.ids_in_a_row = 0
 
@@ -120,20 +122,26 @@ class Agreement:
             if not against.for_ids and against.counts_in_a_row >= COUNTS_BACK:
                 self._turn_on(ours.shape, found, engine)
 
-    def audited(self, shape: str, engine: str, reason: str | None, detail: str = "") -> None:
-        """All of a prompt's ids were compared: None where they are equal, else the likely reason and a sentence."""
+    def audited(
+        self, shape: str, engine: str, reason: str | None, detail: str = "", *, made_here: bool = False
+    ) -> None:
+        """All of a prompt's ids were compared: None where they are equal, else the likely reason and a sentence.
+
+        `made_here`: it was no client's prompt, which does not take back what a client's has shown.
+        """
         found = self._shapes.setdefault(shape, _Shape())
         self._checks.inc(self._model, "ids", reason or "agrees")
         against = found.against.get(engine)
         if reason is not None:
             found.audits = found.counts = 0
             if against is None or against.reason != reason:
-                self._turn_off(shape, found, engine, _Against(reason, for_ids=True), detail)
+                self._turn_off(shape, found, engine, _Against(reason, for_ids=True, made_here=made_here), detail)
             else:
                 against.ids_in_a_row = 0
+                against.made_here &= made_here
             return
         found.audits += 1
-        if against is not None:
+        if against is not None and (against.made_here or not made_here):
             against.ids_in_a_row += 1
             if against.ids_in_a_row >= IDS_BACK:
                 self._turn_on(shape, found, engine)

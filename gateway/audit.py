@@ -159,9 +159,12 @@ class Auditor:
             while True:
                 for engine in self._fleet.engines:
                     task = under_way.get(engine.id)
+                    agreement = self._agreements[engine.spec.model]
                     if not engine.alive:
-                        self._agreements[engine.spec.model].forget(engine.id)
-                    elif (task is None or task.done()) and engine.due(time.monotonic(), AGAIN):
+                        agreement.forget(engine.id)
+                    elif (task is None or task.done()) and engine.due(
+                        time.monotonic(), AGAIN, agreement.against(engine.id)
+                    ):
                         under_way[engine.id] = asyncio.create_task(self._calibrate(engine))
                     else:
                         self._judge_events(engine)
@@ -190,9 +193,9 @@ class Auditor:
         found = await calibrate_text(engine.control, model.name, model.prompts.full, model.prompts.text)
         for name, shape in _LABELS.items():
             if name in found.differ:
-                agreement.audited(shape, engine.id, found.kind, f"it {found.detail}; {found.fix}")
+                agreement.audited(shape, engine.id, found.kind, f"it {found.detail}; {found.fix}", made_here=True)
             elif name in found.agree:
-                agreement.audited(shape, engine.id, None)
+                agreement.audited(shape, engine.id, None, made_here=True)
         return found
 
     async def _keys_of(self, engine: Engine) -> Finding:

@@ -103,9 +103,14 @@ class Engine:
         """Whether its blocks in the pool bear the names that are looked up, as far as is known."""
         return self.finding is None or not self.finding.disagrees
 
-    def due(self, now: float, again: float) -> bool:
-        """Whether it must be calibrated: it was not, or it did not agree `again` seconds ago."""
-        return self.finding is None or (not self.finding.agrees and now - self._found_at >= again)
+    def due(self, now: float, again: float, against: bool) -> bool:
+        """Whether it must be calibrated: it was not, or `again` seconds ago it disagreed or could not be asked.
+
+        `against`: it has other token ids.
+        """
+        if self.finding is None:
+            return True
+        return (against or not self.finding.final) and now - self._found_at >= again
 
     def found(self, finding: Finding, now: float) -> None:
         self.finding, self._found_at = finding, now

@@ -213,7 +213,7 @@ class Serve:
         trace.step("tokenize and hash")
         self._charge(call, prompt)
         candidates = self._survey(call, prompt)
-        residency = await self._look_up(call, prompt)
+        residency = await self._look_up(call, prompt, candidates)
         trace.step("look up")
         job = self._job(call, prompt, residency)
         placement = self._place(job, candidates)
@@ -355,10 +355,13 @@ class Serve:
                 raise Unavailable("The engine that keeps this response is not available; try again shortly.")
         return candidates
 
-    async def _look_up(self, call: Call, prompt: Prompt) -> Residency | None:
-        """What the pool holds of the prompt; None where there is nothing to ask about."""
+    async def _look_up(self, call: Call, prompt: Prompt, candidates: Sequence[Candidate]) -> Residency | None:
+        """What the pool holds of the prompt; None where there is nothing to ask about, or no use in it."""
         pool = call.model.pool
         if pool is None or prompt.prefix is None or prompt.keys is None or not prompt.prefix.reusable:
+            return None
+        if not any(candidate.pooled for candidate in candidates):
+            self._telemetry.inexact.inc(call.model.name, "engines_disagree")
             return None
         started = time.perf_counter()
         residency = await pool.master.look_up(prompt.prefix, prompt.keys)
