@@ -20,7 +20,9 @@ from os import environ
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from connector.simulated.model import make as make_model
 from gateway import commands
@@ -39,6 +41,7 @@ TENANTS = ("team-a", "team-b")
 MASTER_SECONDS = 20.0
 ENGINE_SECONDS = {"simulated": 60.0, "vllm": 900.0}
 GATEWAY_SECONDS = 60.0
+COMPARE_SECONDS = 60.0
 GRACE = 4.0
 """Seconds for a child to end by itself, before SIGKILL."""
 
@@ -199,6 +202,7 @@ class _Start:
         engines = self._engines(model, master)
         keys = {tenant: f"sk-{secrets.token_hex(16)}" for tenant in TENANTS}
         url = self._gateway(_config(wanted, model, list(engines.values()), admin, keys))
+        self._compare(url, len(engines))
         addresses = {name: f"127.0.0.1:{flags.port}" for name, flags in engines.items()}
         return Running(
             url=url,
@@ -268,6 +272,19 @@ class _Start:
         self._ready(self._child("gateway", commands.gateway(path)), f"{url}/ready", GATEWAY_SECONDS)
         return url
 
+    def _compare(self, url: str, engines: int) -> None:
+        """Wait until the gateway has compared ids, hashes and keys with those of all engines; tell how it went."""
+        end = time.monotonic() + COMPARE_SECONDS
+        results: set[str] = set()
+        compared = 0.0
+        while compared < engines and time.monotonic() < end:
+            time.sleep(0.05)
+            checks = list(_checks(url))
+            compared = sum(times for check, _, times in checks if check == "keys")
+            results = {result for _, result, _ in checks}
+        differ = ", ".join(sorted(results - {"agrees", "not_stored"}))
+        self._say("compared   token ids, block hashes and keys: " + (differ or "all engines agree"))
+
     def _child(self, name: str, command: commands.Command, extra: Mapping[str, str] | None = None) -> Child:
         """Start a child, without this shell's MOONGATE_ variables: its configuration is all in the file."""
         self._began[name] = time.monotonic()
@@ -279,6 +296,18 @@ class _Start:
     def _ready(self, child: Child, url: str, seconds: float) -> None:
         child.wait_for(url, seconds)
         self._say(f"{child.name:<10} ready after {time.monotonic() - self._began[child.name]:.1f} s")
+
+
+def _checks(url: str) -> Iterator[tuple[str, str, float]]:
+    """Which of the gateway's checks came to which result, and how often."""
+    try:
+        text = httpx.get(f"{url}/metrics", trust_env=False).text
+    except httpx.HTTPError:  # it has ended, which is told elsewhere
+        return
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == "moongate_agreement_checks_total":
+                yield sample.labels["check"], sample.labels["result"], sample.value
 
 
 def _config(
