@@ -44,7 +44,8 @@ import xxhash
 DEFAULT_SEED = "vllm-none-hash"
 """What vLLM from 0.29 on derives the root from when PYTHONHASHSEED is not set (sha256 only)."""
 TURN = 512
-"""Blocks after which hashing lets other threads run: half a millisecond, and three for large ones."""
+TURN_TOKENS = 32 * 1024
+"""Blocks, or tokens, after which hashing lets other threads run: half a millisecond to one and a half."""
 PAUSE = 1e-6
 """Seconds; a pause of none would not do, as the lock is taken back before a thread that waits for it wakes."""
 
@@ -215,7 +216,7 @@ def extend(
     embeds: Embeds | None = None,
     first_block: int = 0,
 ) -> list[bytes]:
-    """Hash the full blocks that follow `parent`, in whichever thread: others come to run every `TURN` blocks.
+    """Hash the full blocks that follow `parent`, in whichever thread: others come to run in between.
 
     `tokens` begin where the parent's block ends. Without a parent they are the prompt's own beginning, and
     only then the salt counts. `first_block` is the number of the first block of `tokens` in its prompt:
@@ -237,10 +238,11 @@ def extend(
     current = scheme.root if parent is None else parent
     hashes: list[bytes] = []
     blocks = zip(range(0, len(whole) - size + 1, size), extras, strict=False)
-    for turn in range(0, len(whole) // size, TURN):
-        if turn:
+    turn = max(1, min(TURN, TURN_TOKENS // size))
+    for done in range(0, len(whole) // size, turn):
+        if done:
             time.sleep(PAUSE)
-        for start, extra in islice(blocks, TURN):
+        for start, extra in islice(blocks, turn):
             current = digest(dump((current, whole[start : start + size], extra)))
             hashes.append(current)
     return hashes
