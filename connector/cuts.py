@@ -84,7 +84,7 @@ _ALTERNATIVES = frozenset(
 """Of GPT-2, cl100k and Llama 3, o200k and Llama 4, Qwen, DeepSeek, tekken and the like."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Cuts:
     """The places where one tokenizer's texts can be cut, in UTF-8."""
 
@@ -121,9 +121,19 @@ def cuts_of(backend: Backend) -> Cuts:
 
 
 def _cuts(apart: Sequence[str], *, within: bool) -> Cuts:
-    tokens = sorted((token.encode() for token in apart), key=len, reverse=True)
-    alternatives = [*map(re.escape, tokens), *(_WITHIN if within else ())]
+    alternatives = [*_any_of([token.encode() for token in apart]), *(_WITHIN if within else ())]
     return Cuts(bool(apart), within, re.compile(b"|".join(alternatives) or b"(?!)", re.DOTALL))
+
+
+def _any_of(tokens: Sequence[bytes]) -> list[bytes]:
+    """Regular expressions, each with a first byte of its own, that together find the shortest token at a place."""
+    rests: dict[bytes, list[bytes]] = {}
+    for token in tokens:
+        rests.setdefault(token[:1], []).append(token[1:])
+    return [
+        re.escape(first) + (b"" if b"" in rest else b"(?:%b)" % b"|".join(_any_of(rest)))
+        for first, rest in rests.items()
+    ]
 
 
 def _apart(added: Sequence[AddedToken]) -> list[str]:
