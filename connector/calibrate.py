@@ -25,8 +25,10 @@ from connector.keys import KeyScheme
 
 SEEDS = (None, "0", "42", "1", "1234")
 """What PYTHONHASHSEED is set to where it is set; tried together with every other difference."""
-MORE_SEEDS = 10_000
+MORE_SEEDS = 100_000
 """Numbers that are tried as a seed where nothing else explains what an engine does."""
+SEEDS_OF_EVENTS = 10_000
+"""The same where events are judged, which takes longer."""
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 IDS = (range(1000, 2000), range(32, 256))
 """Token ids that prompts are made of: special ones lie below or far above the former. Some models have fewer."""
@@ -117,7 +119,7 @@ class Keys(Protocol):
         """Those of `keys` that are there."""
         ...
 
-    async def prefixes(self, hashes: Collection[bytes]) -> Collection[str]:
+    async def keys_of(self, hashes: Collection[bytes]) -> Collection[str]:
         """What stands before any of these hashes in the pool's keys."""
         ...
 
@@ -194,7 +196,7 @@ def _set_seed(seed: str | None) -> str:
 
 def more_seeds(believed: HashScheme) -> Iterator[Suspect]:
     """The belief with other numbers for a seed."""
-    return (suspect_of(believed, replace(believed, seed=str(number))) for number in range(MORE_SEEDS))
+    return (suspect_of(believed, replace(believed, seed=str(number))) for number in range(SEEDS_OF_EVENTS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,6 +366,11 @@ async def send(engine: Asked, model: str, length: int, adapter: Adapter | None =
     )
 
 
+def _seeded(sample: Sample, believed: HashScheme) -> dict[bytes, str]:
+    """The hashes that the sample's first block has with other numbers for a seed."""
+    return {sample.first(replace(believed, seed=str(number))): str(number) for number in range(MORE_SEEDS)}
+
+
 def _firsts(sample: Sample, ways: Iterable[Suspect]) -> dict[bytes, Suspect]:
     """The hashes that the sample's first block may have, and the way that gives each."""
     return {sample.first(way.scheme): way for way in ways}
@@ -444,24 +451,21 @@ async def _elsewhere(
     sample: Sample, believed: HashScheme, firsts: Mapping[bytes, Suspect], pool: Keys, keys: KeyScheme
 ) -> Finding:
     """Not under the believed names: look through the pool's keys for any that ends in one of the hashes."""
-    every = {**await asyncio.to_thread(_firsts, sample, more_seeds(believed)), **firsts}
-    prefixes = await pool.prefixes(every)
-    if not prefixes and not believed.exact:
+    seeds = await asyncio.to_thread(_seeded, sample, believed)
+    there = await pool.resident(sorted(await pool.keys_of([*firsts, *seeds])))
+    digests = {key.rpartition("@")[2] for key in there}
+    block = next((block for block in (*firsts, *seeds) if block.hex() in digests), None)
+    if block is None and not believed.exact:
         return random_root(believed)
-    if not prefixes:
+    if block is None:
         return Finding(
             "not_stored",
             "has put nothing into the pool that has a known name",
             "see that it has the MooncakeStoreConnector, kv_role kv_both or kv_producer, and the master of this pool; "
             "or its PYTHONHASHSEED is none of those that were tried: set models[].hash_seed to it",
         )
-    one = min(prefixes)
-    shown = await pool.resident([one + block.hex() for block in every])
-    block = next((block for block in every if one + block.hex() in shown), None)
-    if block is None:
-        return Finding("unknown", "has put blocks into the pool that are gone again", "see whether the pool is full")
-    way = every[block]
-    learned = _prefixes(await pool.resident([prefix + block.hex() for prefix in prefixes]), block)
+    way = firsts.get(block) or suspect_of(believed, replace(believed, seed=seeds[block]))
+    learned = _prefixes(there, block)
     if set(learned) == set(keys.prefixes):
         return _named(way, keys, ())
     if _models(learned) == _models(keys.prefixes):

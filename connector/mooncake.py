@@ -108,12 +108,12 @@ class Master:
         except TimeoutError:
             return False
 
-    async def prefixes(self, hashes: Collection[bytes]) -> frozenset[str]:
-        """The prefixes of keys that end in any of the blocks `hashes`.
+    async def keys_of(self, hashes: Collection[bytes]) -> frozenset[str]:
+        """The keys that end in any of the blocks `hashes`, whatever stands before it.
 
-        A prefix is all of a key but the hash, as in `KeyScheme.prefixes`; that its key has an object still is
-        not said. The blocks are best those of a prompt with a salt of its own, so that no other engines wrote
-        them. Raises a `WireError`. Of a pool with more keys than `MAX_LISTING` bytes tell, some are missed.
+        That a key has an object still is not said. The blocks are best those of a prompt with a salt of its
+        own, so that no other engines wrote them. Raises a `WireError`. Of a pool with more keys than
+        `MAX_LISTING` bytes tell, some are missed.
         """
         return frozenset(await self._told(lambda wire: self._listed(wire, hashes)))
 
@@ -126,7 +126,7 @@ class Master:
         try:
             if listing.status != 200:
                 raise ValueError(f"the master answered {listing.status}")
-            return await _prefixes(listing, frozenset(block.hex().encode() for block in hashes))
+            return await _ending(listing, frozenset(block.hex().encode() for block in hashes))
         finally:
             listing.close()
 
@@ -189,23 +189,24 @@ def _stored(entry: Mapping[str, Any]) -> bool:
     return entry["ok"] is True and any(places)
 
 
-async def _prefixes(listing: Answer, digests: frozenset[bytes]) -> set[str]:
-    """The prefixes of those keys that end in one of `digests`, out of a list with a key a line."""
+async def _ending(listing: Answer, digests: frozenset[bytes]) -> set[str]:
+    """The keys that end in one of `digests`, out of a list with a key a line."""
     found: set[bytes] = set()
     size, rest = 0, b""
     while size < MAX_LISTING and (piece := await listing.read()):
         size += len(piece)
         *keys, rest = (rest + piece).split(b"\n")
-        found.update(_prefixes_of(keys, digests))
+        found.update(_those_of(keys, digests))
         if len(rest) > MAX_KEY:
             raise ValueError("no list of keys")
         await asyncio.sleep(0)
-    found.update(_prefixes_of([rest], digests))
-    return {prefix.decode() for prefix in found}
+    found.update(_those_of([rest], digests))
+    return {key.decode() for key in found}
 
 
-def _prefixes_of(keys: Sequence[bytes], digests: frozenset[bytes]) -> Iterator[bytes]:
+def _those_of(keys: Sequence[bytes], digests: frozenset[bytes]) -> Iterator[bytes]:
     for key in keys:
-        prefix, mark, digest = key.strip().rpartition(b"@")
+        whole = key.strip()
+        _, mark, digest = whole.rpartition(b"@")
         if mark and digest in digests:
-            yield prefix + mark
+            yield whole

@@ -22,6 +22,7 @@ from typing import Any
 
 from connector.blocks import PAUSE, Adapter, HashScheme, Media, Prefix, extend, hash_prompt
 from connector.cuts import STRIDE
+from connector.errors import Inexact
 from connector.rendering import Rendering
 from connector.tokens import Frame, Kind, Text, Tokenizer
 from connector.tree import Chain, Forest, Found, Marks, Stretch
@@ -185,6 +186,8 @@ class Prompts:
 
     def full(self, kind: Kind, body: Mapping[str, Any]) -> list[int]:
         """All ids, encoded at once and from nothing that is remembered; blocks. Raises `Inexact`."""
+        if self._brings_template(kind, body):
+            raise Inexact("chat_template")
         return list(self._tokenizer.ids(kind, body))
 
     def text(self, ids: Sequence[int]) -> str:
@@ -206,6 +209,11 @@ class Prompts:
         self._rendering.close()
 
     async def _prompt(self, kind: Kind, raw: bytes, body: Mapping[str, Any]) -> Text | Sequence[int]:
+        if self._brings_template(kind, body):
+            self._rendering.start()
+            if not self._rendering.ready:
+                raise Inexact("chat_template")
+            return await self._rendering.text(raw)
         if len(raw) <= INLINE_BYTES or (kind == "completion" and isinstance(body.get("prompt"), str)):
             return self._tokenizer.prompt(kind, body)
         if kind == "chat":
@@ -214,6 +222,11 @@ class Prompts:
                 return await self._rendering.text(raw)
             self._rendering.start()
         return await asyncio.to_thread(self._tokenizer.prompt, kind, body)
+
+    def _brings_template(self, kind: Kind, body: Mapping[str, Any]) -> bool:
+        """Whether a client's program would be run, which may take for ever: in the other process, which has a limit."""
+        trusted = self._tokenizer.chats.rules.trust_request_template
+        return kind == "chat" and trusted and body.get("chat_template") is not None
 
     async def _whole(
         self, prompt: Text | Sequence[int], scheme: HashScheme | None, salt: str | None, adapter: Adapter | None

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -401,19 +401,24 @@ async def test_engines_name_their_blocks_otherwise_and_are_understood(ranks: Ran
     stored = keys_of(scheme, range(8))
     others = {f"other-{number}" for number in range(1000)} | keys_of(ONE_RANK, range(100, 200))
     async with mastered(telling(listed(stored | others), stored | others)) as (master, peer):
-        learnt = KeyScheme.from_found(await master.prefixes(hashes(3, 4)))
+        learnt = KeyScheme.from_found(prefixes(await master.keys_of(hashes(3, 4))))
         assert [request.target for request in peer.requests] == ["/get_all_keys"]
         assert set(learnt.prefixes) == set(scheme.prefixes)
         assert (await master.look_up(prefix(8), learnt)).run == 8
+
+
+def prefixes(keys: Collection[str]) -> set[str]:
+    """What stands before the hash."""
+    return {key.rpartition("@")[0] + "@" for key in keys}
 
 
 async def test_a_prefix_is_one_that_any_of_the_blocks_is_under() -> None:
     window = STRANGE.replace("group:0", "group:1")
     stored = [STRANGE + block.hex() for block in hashes(0, 1)] + [window + hashes(1)[0].hex()]
     async with mastered(telling(listed(stored), stored)) as (master, _):
-        assert await master.prefixes(hashes(0, 1)) == {STRANGE, window}
-        assert await master.prefixes(hashes(0, 2)) == {STRANGE}
-        assert await master.prefixes(hashes(2)) == frozenset()
+        assert prefixes(await master.keys_of(hashes(0, 1))) == {STRANGE, window}
+        assert prefixes(await master.keys_of(hashes(0, 2))) == {STRANGE}
+        assert prefixes(await master.keys_of(hashes(2))) == set()
 
 
 async def test_any_number_of_keys_is_asked_for() -> None:
@@ -421,19 +426,19 @@ async def test_any_number_of_keys_is_asked_for() -> None:
     async with mastered(holding(stored)) as (master, peer):
         assert await master.resident(sorted(keys_of(ONE_RANK, range(1000)))) == stored
         assert max(len(asked(request.target)) for request in peer.requests) == CHUNK_KEYS
-        assert await master.resident([]) == frozenset()
+        assert await master.resident([]) == set()
 
 
 @pytest.mark.parametrize("listing", [b"", b"\n\n", b"@", b"no hash\n@@\n", b"\xff@\n", bytes(32).hex().encode()])
 async def test_a_list_without_a_name_for_the_block_finds_none(listing: bytes) -> None:
     async with mastered(telling(listing, ())) as (master, _):
-        assert await master.prefixes(hashes(0)) == frozenset()
+        assert prefixes(await master.keys_of(hashes(0))) == set()
 
 
 async def test_the_last_line_needs_no_end() -> None:
     stored = [STRANGE + hashes(0)[0].hex()]
     async with mastered(telling(listed(stored).strip(), stored)) as (master, _):
-        assert await master.prefixes(hashes(0)) == {STRANGE}
+        assert prefixes(await master.keys_of(hashes(0))) == {STRANGE}
 
 
 async def test_an_endless_list_is_read_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,7 +452,7 @@ async def test_an_endless_list_is_read_to_a_bound(monkeypatch: pytest.MonkeyPatc
             await line.send(listed(f"key-{number}" for number in range(5000)))
 
     async with mastered(endless, holding(stored)) as (master, _):
-        assert await master.prefixes(hashes(0)) == {STRANGE}
+        assert prefixes(await master.keys_of(hashes(0))) == {STRANGE}
 
 
 @pytest.mark.parametrize(
@@ -463,7 +468,7 @@ async def test_an_endless_list_is_read_to_a_bound(monkeypatch: pytest.MonkeyPatc
 async def test_a_master_that_does_not_tell_is_an_error(script: Script, error: type[WireError]) -> None:
     async with mastered(script) as (master, _):
         with pytest.raises(error):
-            await master.prefixes(hashes(0))
+            prefixes(await master.keys_of(hashes(0)))
 
 
 @pytest.mark.parametrize("script", [hold, drips])
@@ -471,7 +476,7 @@ async def test_a_master_that_takes_too_long_is_an_error(monkeypatch: pytest.Monk
     monkeypatch.setattr("connector.mooncake.LEARN_SECONDS", 0.02)
     async with mastered(script) as (master, _):
         with pytest.raises(TimedOut):
-            await master.prefixes(hashes(0))
+            prefixes(await master.keys_of(hashes(0)))
 
 
 async def test_the_next_master_is_asked_for_names_too() -> None:
@@ -479,6 +484,6 @@ async def test_the_next_master_is_asked_for_names_too() -> None:
     async with listen(telling(listed(stored), stored)) as peer:
         master = Master([f"http://127.0.0.1:{free_port()}", peer.url], PLENTY)
         with pytest.raises(Unreachable):
-            await master.prefixes(hashes(0))
-        assert await master.prefixes(hashes(0)) == {STRANGE}
+            prefixes(await master.keys_of(hashes(0)))
+        assert prefixes(await master.keys_of(hashes(0))) == {STRANGE}
         master.close()

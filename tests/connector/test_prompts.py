@@ -21,6 +21,8 @@ from connector.blocks import Adapter, Algorithm, HashScheme, hash_prompt
 from connector.cuts import _FRAGMENTS
 from connector.errors import Inexact
 from connector.prompts import INLINE_BYTES, Known, Prompts
+from connector.render import Rules
+from connector.rendering import Rendering
 from connector.tokens import Kind, Tokenizer
 from tests.connector.families import BYTE_LEVEL, CHATML, OTHERS, PLAIN, TEXTS, TOKENS, folder
 
@@ -280,6 +282,28 @@ async def test_large_chats_are_rendered_elsewhere_once_that_is_ready(prompts: Pr
         await asyncio.sleep(0.05)
     for body in bodies:
         await known(prompts, body)
+
+
+async def test_a_clients_own_template_runs_elsewhere_and_not_for_ever(model_folder: Path) -> None:
+    tokenizer = Tokenizer(model_folder, Rules(trust_request_template=True))
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with closing(Prompts(tokenizer, max_bytes=2**20)) as prompts:
+        prompts._rendering = Rendering(tokenizer.chats, seconds=0.5)
+
+        async def asked(template: str) -> Known:
+            body = chat("hi") | {"chat_template": template}
+            return await prompts.know(
+                "chat", orjson.dumps(body), body, domain=None, scheme=SCHEME, salt=None, adapter=None
+            )
+
+        with pytest.raises(Inexact, match="chat_template"):
+            await asked("hello")
+        while not prompts._rendering.ready:  # noqa: ASYNC110 - it is another process that is waited for
+            await asyncio.sleep(0.05)
+        assert (await asked("hello")).ids() == tokenizer.completion({"prompt": "hello", "add_special_tokens": False})
+        with pytest.raises(Inexact, match="renderer_died"):
+            await asked(endless)
+        assert (await known(prompts, chat("hi"))).tokens > 1
 
 
 async def test_equal_prompts_at_the_same_time(prompts: Prompts) -> None:
