@@ -9,11 +9,11 @@ nothing that is found before it can reach into it, and if it takes no part of wh
 `_apart` says it exactly.
 
 Within a text, for byte-level BPE only. Merges stay within words, and words come from a regular
-expression. A word that holds a letter or a digit ends before white space, whatever stands around, if
-every alternative of the expression is one of `_ALTERNATIVES`: none matches a letter or a digit with
-white space behind it, none looks back, and none looks ahead but from white space. NFC changes nothing
-across such a place. The same is true between a Chinese, Japanese or Korean letter and a full stop or
-comma of theirs.
+expression. A word that holds a letter or a digit ends before a space, line break, comma or double quote,
+whatever stands around, if every alternative of the expression is one of `_ALTERNATIVES`: none matches a
+letter or a digit with one of these behind it, none looks back, and none looks ahead but from white
+space. NFC changes nothing across such a place. The same is true between a Chinese, Japanese or Korean
+letter and a full stop or comma of theirs.
 
 A tokenizer may still hold what was not thought of: `tried` cuts random texts and compares. What fails
 there is not used, which costs time and never exactness.
@@ -41,16 +41,29 @@ LONGEST = 128
 """Bytes of a token that is cut before; longer ones are not."""
 
 
-_CLAUSE = rb"[A-Za-z0-9]"
-_EAST = rb"[\xe5-\xe8][\x80-\xbf][\x80-\xbf]|[\xeb-\xec][\x80-\xbf][\x80-\xbf]|\xe3\x81[\x82-\xbf]|\xe3\x83[\x80-\xba]"
-"""Most ideographs, Hangul syllables and kana, in UTF-8; each is three bytes."""
-_WITHIN = (
-    *(rb"%b(?<=[A-Za-z0-9].)" % space for space in (b" ", b"\n")),
-    *(rb"%b(?<=(?:%b).)" % (space, _EAST) for space in (b" ", b"\n")),
-    *(rb"%b(?<=(?:%b)...)" % (mark.encode(), _EAST) for mark in "。，"),  # noqa: RUF001
+_WEST = rb"[A-Za-z0-9]"
+_NEAR = (
+    rb"\xc3[\x80-\x96\x98-\xb6\xb8-\xbf]|\xce[\x91-\xa1\xa3-\xbf]|\xcf[\x80-\xb5]|[\xd0-\xd1][\x80-\xbf]|"
+    rb"\xd7[\x90-\xaa]|\xd8[\xa7-\xba]|\xd9[\x81-\x8a]"
 )
-"""What stands behind a cut, and a look at what stands before it. Literals come first: they are searched for fast."""
-_BEHIND = (" ", "\n", "。", "，")  # noqa: RUF001
+"""Letters of two bytes in UTF-8: Latin, Greek, Cyrillic, Hebrew, Arabic."""
+_EAST = rb"[\xe5-\xe8][\x80-\xbf][\x80-\xbf]|[\xeb-\xec][\x80-\xbf][\x80-\xbf]|\xe3\x81[\x82-\xbf]|\xe3\x83[\x80-\xba]"
+"""Letters of three: most ideographs and Hangul syllables, kana."""
+_BEHIND = {
+    " ": (_WEST, _NEAR, _EAST),
+    "\n": (_WEST, _NEAR, _EAST),
+    ",": (_WEST,),
+    '"': (_WEST,),
+    "。": (_EAST,),
+    "\uff0c": (_EAST,),
+}
+"""What stands behind a cut, and before it."""
+_WITHIN = tuple(
+    b"%b(?<=(?:%b)%b)" % (mark.encode(), letters, b"." * len(mark.encode()))
+    for mark, before in _BEHIND.items()
+    for letters in before
+)
+"""Literals come first in each: they are searched for fast."""
 
 _LETTERS = (
     (r" ?\p{L}+",),
@@ -200,7 +213,7 @@ def _alternatives(expression: str) -> list[str]:
 def _leaves_words(added: Sequence[AddedToken], backend: Backend) -> bool:
     """Whether no added token reaches over, or minds, the places within a text."""
     places = re.compile(b"|".join(_WITHIN), re.DOTALL)
-    ends = re.compile(rb"(?:%b|%b)\Z" % (_CLAUSE, _EAST), re.DOTALL)
+    ends = re.compile(rb"(?:%b|%b|%b)\Z" % (_WEST, _NEAR, _EAST), re.DOTALL)
     for token in added:
         forms = {token.content}
         if backend.normalizer is not None:
@@ -209,7 +222,7 @@ def _leaves_words(added: Sequence[AddedToken], backend: Backend) -> bool:
             raw = form.encode()
             if places.search(raw) or (token.rstrip and ends.search(raw)):
                 return False
-            if token.single_word and form.startswith(_BEHIND):
+            if token.single_word and form.startswith(tuple(_BEHIND)):
                 return False
     return True
 
@@ -236,6 +249,22 @@ _FRAGMENTS = (
     *("word", "Word", "WORDS", "naïve", "e\u0301", "I'll", "it's", "'s", "'", "’", "ſ", "x", "A"),  # noqa: RUF001
     *("1", "12", "12345", "½", "²", "٣", ".", ",", "!?", "...", "/", "_", "-", "(", "a/b", "#!"),
     *("漢字", "かな", "カナ", "が", "한국어", "\u1112\u1161\u11ab", "。", "，", "、", "русский", "العربية", "हिन्दी"),  # noqa: RUF001
+    *(
+        "a, b",
+        '"a"',
+        '{"a":1,"b":"c"}',
+        '"',
+        "1,2",
+        "слово ",
+        "λέξη\n",
+        "كلمة ",
+        "מילה ",
+        "ÿ ",
+        "\u00d7 ",
+        "÷ ",
+        "=\u0338",
+        ",\u0338",
+    ),
     *("🙂", "👩‍👩‍👧", "▁", "▁a", "<", "<|", "|>", "[", "\0", "\ufffd", "\u212a", "ﬁ"),
 )
 _TRIED = 300

@@ -137,6 +137,7 @@ def test_an_expression_that_is_not_known_is_not_cut_within(pattern: str) -> None
     assert not cuts_of(backend).within
 
 
+@settings(deadline=None)
 @given(st.lists(st.text("ab<|", min_size=1, max_size=5), min_size=1, max_size=9), st.text("ab<|", max_size=60))
 def test_tokens_are_found_wherever_one_begins(tokens: list[str], text: str) -> None:
     found = re.compile("|".join(each.decode() for each in subject._any_of([token.encode() for token in tokens])))
