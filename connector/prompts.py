@@ -210,6 +210,7 @@ class Prompts:
 
     async def _prompt(self, kind: Kind, raw: bytes, body: Mapping[str, Any]) -> Text | Sequence[int]:
         if self._brings_template(kind, body):
+            self._tokenizer.check()
             self._rendering.start()
             if not self._rendering.ready:
                 raise Inexact("chat_template")
@@ -226,7 +227,11 @@ class Prompts:
     def _brings_template(self, kind: Kind, body: Mapping[str, Any]) -> bool:
         """Whether a client's program would be run, which may take for ever: in the other process, which has a limit."""
         trusted = self._tokenizer.chats.rules.trust_request_template
-        return kind == "chat" and trusted and body.get("chat_template") is not None
+        if kind != "chat" or not trusted:
+            return False
+        variables = body.get("chat_template_kwargs")
+        named = variables.get("chat_template") if isinstance(variables, dict) else None
+        return body.get("chat_template") is not None or named is not None
 
     async def _whole(
         self, prompt: Text | Sequence[int], scheme: HashScheme | None, salt: str | None, adapter: Adapter | None

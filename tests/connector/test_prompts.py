@@ -368,3 +368,12 @@ def test_so_does_the_process(tokenizer: Tokenizer) -> None:
 def resident() -> int:
     """Bytes of memory that this process has."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.parametrize("kwargs", [{"chat_template": "x"}, {"chat_template": None}, None, 1], ids=repr)
+def test_a_template_among_the_variables_is_a_clients_too(model_folder: Path, kwargs: object) -> None:
+    brings = isinstance(kwargs, dict) and kwargs["chat_template"] is not None
+    for trusted in (True, False):
+        with closing(Prompts(Tokenizer(model_folder, Rules(trust_request_template=trusted)), max_bytes=0)) as prompts:
+            body = chat("hi") | {"chat_template_kwargs": kwargs}
+            assert prompts._brings_template("chat", body) is (trusted and brings)
