@@ -316,7 +316,7 @@ class Serve:
         if model.prompts is not None and here is not None:
             try:
                 return await model.prompts.know(
-                    here, call.raw, call.body, domain=salt, scheme=scheme, salt=salt, adapter=adapter
+                    here, call.raw, call.body, domain=call.tenant.domain, scheme=scheme, salt=salt, adapter=adapter
                 )
             except Inexact as error:
                 why = error

@@ -31,6 +31,11 @@ class Tenant:
     tokens_per_minute: int | None = None
     concurrent: int | None = None
 
+    @property
+    def domain(self) -> str:
+        """Whose cache it is: its own, or that of the tenants that it shares one with."""
+        return f"group {self.share}" if self.share is not None else f"tenant {self.name}"
+
 
 ANONYMOUS = Tenant("anonymous")
 """Everybody, with auth mode none."""
