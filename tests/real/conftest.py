@@ -112,6 +112,7 @@ def settings(
         "policy": {"use": policy},
         "tenants": tenants(),
         "telemetry": {"expose_routing": True},
+        "self_check": {"audit_every": 0, "calibrate": False},  # its prompts would count in the engines' counters
     } | sections
 
 

@@ -233,7 +233,7 @@ def start_engine(
         block_size=block_size,
         events_port=free_port() if events else None,
         replay_port=free_port() if events else None,
-        more=("--enforce-eager", "--max-model-len", "8192", "--max-num-seqs", "16", *extra_args),
+        more=("--enforce-eager", "--dtype", "float32", "--max-model-len", "8192", "--max-num-seqs", "16", *extra_args),
     )
     command = commands.vllm(flags, ENGINE_PYTHON, lookup_port=free_port(), algorithm=algorithm, connector=extra_config)
     variables = {
