@@ -45,6 +45,12 @@ class Card:
     """The base model of an adapter; None for a base model."""
     raw: Mapping[str, Any]
 
+    @property
+    def max_tokens(self) -> int | None:
+        """The longest prompt and answer together; None where it is not told."""
+        length = self.raw.get("max_model_len")
+        return length if type(length) is int and length > 0 else None
+
 
 @dataclass(frozen=True, slots=True)
 class CacheFacts:

@@ -158,17 +158,17 @@ class Auditor:
         try:
             while True:
                 for engine in self._fleet.engines:
-                    task = under_way.get(engine.id)
                     agreement = self._agreements[engine.spec.model]
                     if not engine.alive:
                         agreement.forget(engine.id)
-                    elif (task is None or task.done()) and engine.due(
+                    elif engine.id not in under_way and engine.due(
                         time.monotonic(), AGAIN, agreement.against(engine.id)
                     ):
                         under_way[engine.id] = asyncio.create_task(self._calibrate(engine))
                     else:
                         self._judge_events(engine)
                 await asyncio.sleep(LOOK)
+                under_way = {name: task for name, task in under_way.items() if not task.done()}
         finally:
             for task in under_way.values():
                 task.cancel()
@@ -215,7 +215,13 @@ class Auditor:
         if model.pool is None or keys is None or model.prompts is None or engine.spec.role == "decode":
             return Finding("not_stored")
         found = await calibrate(
-            engine.control, model.name, believed, model.pool.master, keys, block_sizes=(told.block_size,)
+            engine.control,
+            model.name,
+            believed,
+            model.pool.master,
+            keys,
+            block_sizes=(told.block_size,),
+            max_tokens=next((card.max_tokens for card in engine.cards if card.id == model.name), None),
         )
         if found.kind == "key_prefix" and found.scheme == believed and model.key_prefix is None:
             return self._learn(model, found)
@@ -238,8 +244,8 @@ class Auditor:
         try:
             believed = model.scheme(self._fleet.facts(model.name))
             verdict = diagnose_event(event, suspects(believed, block_sizes={event["block_size"]}))
-        except (Inexact, ValueError, TypeError, KeyError, AttributeError):
-            return
+        except (Inexact, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
+            return  # an engine may write anything there
         if verdict is None:
             return
         way = verdict.suspect

@@ -196,7 +196,7 @@ def _shared_sockets(engines: Sequence[Examination]) -> Iterator[Check]:
 
 
 def _length(one: Examination) -> object:
-    return one.card.raw.get("max_model_len") if one.card is not None else None
+    return one.card.max_tokens if one.card is not None else None
 
 
 def _learned(one: Examination) -> object:

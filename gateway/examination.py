@@ -439,7 +439,7 @@ class Examination:
     async def _found(
         self, probe: _Probe, believed: HashScheme, pool: Pool, keys: KeyScheme, adapter: Adapter | None = None
     ) -> Finding:
-        length = self.card.raw.get("max_model_len") if self.card is not None else None
+        length = self.card.max_tokens if self.card is not None else None
         return await calibrate(
             probe,
             self.model.name,
@@ -447,7 +447,7 @@ class Examination:
             pool.master,
             keys,
             block_sizes=self._sizes(),
-            max_tokens=length if isinstance(length, int) else None,
+            max_tokens=length,
             adapter=adapter,
             deadline=min(DEADLINE, self.patience),
         )
