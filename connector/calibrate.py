@@ -53,6 +53,7 @@ Kind = Literal[
     "key_prefix",
     "ranks",
     "not_stored",
+    "not_asked",
     "unknown",
     "unreachable",
     "refused",
@@ -93,7 +94,7 @@ class Finding:
     @property
     def final(self) -> bool:
         """Whether asking again would tell nothing else."""
-        return self.kind in ("agrees", "not_stored")
+        return self.kind in ("agrees", "not_asked")
 
     @property
     def disagrees(self) -> bool:
@@ -101,7 +102,9 @@ class Finding:
         return self.kind in _DISAGREE
 
 
-_DISAGREE = frozenset({"algorithm", "seed", "random_seed", "tagging", "block_size", "adapter", "key_prefix", "ranks"})
+_DISAGREE = frozenset(
+    {"algorithm", "seed", "random_seed", "tagging", "block_size", "adapter", "key_prefix", "ranks", "not_stored"}
+)
 
 
 class Asked(Protocol):

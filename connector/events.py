@@ -91,6 +91,10 @@ class Reported:
         self.capacity = DEFAULT_BLOCKS
         self.gaps = 0
         """Times that a sequence number was missing."""
+        self.received = 0
+        """Messages that came, since the start."""
+        self.missed = False
+        """Somebody has told that none comes."""
         self.bad = 0
         """Messages that could not be read."""
 
@@ -113,6 +117,7 @@ class Reported:
 
     def receive(self, frames: list[bytes]) -> None:
         """Take one message in. What cannot be read is counted and treated as a gap."""
+        self.received += 1
         try:
             _, number, payload = frames
             sequence = int.from_bytes(number, "big")

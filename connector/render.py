@@ -28,6 +28,7 @@ for the time gets this machine's.
 """
 
 import json
+import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,7 +103,7 @@ def _rendered(
         conversation = _developers(conversation, known=used.knows_developers)
     read = {name: value for name, value in variables.items() if name in used.variables or name in _ALWAYS}
     text = used.text(conversation, {**template.special_tokens_map, **read}, go_on=go_on)
-    if "e+" in text and _beyond_64_bits([conversation, read]):
+    if _beyond_64_bits([conversation, read]):
         raise Inexact("number")
     return text
 
@@ -205,7 +206,7 @@ def _tool(tool: object) -> dict[str, Any]:
 def _beyond_64_bits(value: object) -> bool:
     """Whether a number stands somewhere in a value that was perhaps an integer before orjson read it."""
     if isinstance(value, float):
-        return abs(value) >= 2.0**63
+        return 2.0**63 <= abs(value) < math.inf
     if isinstance(value, dict):
         return any(map(_beyond_64_bits, value.values()))
     return isinstance(value, list) and any(map(_beyond_64_bits, value))

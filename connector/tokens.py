@@ -54,7 +54,7 @@ class Chats:
         """The text of a /v1/chat/completions body. Raises `Inexact`."""
         if self.elsewhere:
             raise Inexact("renderer")
-        return _text(chat_text(body, self.template, self.rules), special=body.get("add_special_tokens", False) is True)
+        return _text(chat_text(body, self.template, self.rules), special=_special(body, default=False))
 
 
 class Tokenizer:
@@ -91,7 +91,7 @@ class Tokenizer:
             prompt = prompt[0]
         if isinstance(prompt, str):
             self.check()
-            return _text(prompt, special=body.get("add_special_tokens", True) is not False)
+            return _text(prompt, special=_special(body, default=True))
         if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
             return prompt
         if isinstance(prompt, list) and len(prompt) > 1 and all(isinstance(one, str | list) for one in prompt):
@@ -141,6 +141,14 @@ class Tokenizer:
     def frame(self, text: Text) -> Frame | None:
         """What its special tokens are. None: they depend on the text."""
         return self._frame if text.special else Frame()
+
+
+def _special(body: Mapping[str, Any], *, default: bool) -> bool:
+    """Whether special tokens are put around a prompt. vLLM takes "yes" and 1 for a yes as well. Raises `Inexact`."""
+    wanted = body.get("add_special_tokens")
+    if not isinstance(wanted, bool | None):
+        raise Inexact("add_special_tokens")
+    return default if wanted is None else wanted
 
 
 def _text(text: str, *, special: bool) -> Text:

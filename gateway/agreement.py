@@ -112,7 +112,8 @@ class Agreement:
             found.counts = 0
             if against is None:
                 detail = f"it counts {theirs} tokens where we count {ours.tokens}"
-                self._turn_off(ours.shape, found, engine, _Against("count", for_ids=False), detail)
+                found.against[engine] = _Against("count", for_ids=False)
+                self._tell(ours.shape, engine, "count", detail)
             else:
                 against.counts_in_a_row = 0
             return
@@ -127,7 +128,7 @@ class Agreement:
     ) -> None:
         """All of a prompt's ids were compared: None where they are equal, else the likely reason and a sentence.
 
-        `made_here`: it was no client's prompt, which does not take back what a client's has shown.
+        `made_here`: it was no client's prompt; it does not take back what a client's has shown, and is not logged.
         """
         found = self._shapes.setdefault(shape, _Shape())
         self._checks.inc(self._model, "ids", reason or "agrees")
@@ -135,7 +136,9 @@ class Agreement:
         if reason is not None:
             found.audits = found.counts = 0
             if against is None or against.reason != reason:
-                self._turn_off(shape, found, engine, _Against(reason, for_ids=True, made_here=made_here), detail)
+                found.against[engine] = _Against(reason, for_ids=True, made_here=made_here)
+                if not made_here:
+                    self._tell(shape, engine, reason, detail)
             else:
                 against.ids_in_a_row = 0
                 against.made_here &= made_here
@@ -155,10 +158,9 @@ class Agreement:
         for shape in self._shapes.values():
             shape.against.pop(engine, None)
 
-    def _turn_off(self, shape: str, found: _Shape, engine: str, against: _Against, detail: str) -> None:
-        found.against[engine] = against
+    def _tell(self, shape: str, engine: str, reason: str, detail: str) -> None:
         log.warning("model %s, requests of the shape %r: engine %s has other token ids (%s): %s; they are placed by "
-                    "load until it agrees again", self._model, shape, engine, against.reason, detail)  # fmt: skip
+                    "load until it agrees again", self._model, shape, engine, reason, detail)  # fmt: skip
 
     def _turn_on(self, shape: str, found: _Shape, engine: str) -> None:
         del found.against[engine]

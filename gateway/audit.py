@@ -55,6 +55,13 @@ MAX_ANSWER = 16 * 1024 * 1024
 _JSON = ((b"content-type", b"application/json"), (b"accept-encoding", b"identity"))
 
 
+STRANGE = Finding(
+    "seed",
+    "hashes in none of the ways that were tried: most likely it has another PYTHONHASHSEED",
+    "set models[].hash_seed to the engines' PYTHONHASHSEED, or start them without one",
+)
+
+
 class Audit(Struct, frozen=True):
     """A request whose prompt's ids are to be compared."""
 
@@ -179,6 +186,7 @@ class Auditor:
             async with self._places:
                 await self._texts(engine)
                 finding = await self._keys_of(engine)
+                self._hear(engine)
         except Exception:
             log.exception("calibrating engine %s met a defect", engine.id)
             finding = Finding("unknown")
@@ -191,9 +199,12 @@ class Auditor:
             return None
         agreement = self._agreements[model.name]
         found = await calibrate_text(engine.control, model.name, model.prompts.full, model.prompts.text)
+        if found.differ and not agreement.against(engine.id):
+            log.warning("engine %s %s; until it agrees, requests like these are placed by load (%s): %s", engine.id,
+                        found.detail, ", ".join(found.differ), found.fix)  # fmt: skip
         for name, shape in _LABELS.items():
             if name in found.differ:
-                agreement.audited(shape, engine.id, found.kind, f"it {found.detail}; {found.fix}", made_here=True)
+                agreement.audited(shape, engine.id, found.kind, made_here=True)
             elif name in found.agree:
                 agreement.audited(shape, engine.id, None, made_here=True)
         return found
@@ -213,7 +224,7 @@ class Auditor:
         if way.kinds:
             return Finding(way.kinds[0], way.detail, way.fix, told)
         if model.pool is None or keys is None or model.prompts is None or engine.spec.role == "decode":
-            return Finding("not_stored")
+            return Finding("not_asked")
         found = await calibrate(
             engine.control,
             model.name,
@@ -236,6 +247,14 @@ class Auditor:
         log.info("model %s: the pool's keys begin with %s; learned", model.name, " and ".join(found.prefixes))
         return Finding("agrees", scheme=found.scheme, prefixes=found.prefixes)
 
+    def _hear(self, engine: Engine) -> None:
+        """An engine that has answered prompts must have told of their blocks."""
+        if isinstance(engine.held, Reported) and not engine.held.received and not engine.held.missed:
+            engine.held.missed = True
+            self._checks.inc(engine.spec.model, "events", "none")
+            log.warning("engine %s has sent no KV event: nothing is known of what it holds; see that kv_events names "
+                        "its port, and `connect` where its own endpoint has a *, else `bind`", engine.id)  # fmt: skip
+
     def _judge_events(self, engine: Engine) -> None:
         """Whether the newest prompt that an engine told of has our hashes."""
         if not isinstance(engine.held, Reported) or (event := engine.held.witness()) is None:
@@ -250,7 +269,7 @@ class Auditor:
             return
         way = verdict.suspect
         if way is None:
-            self._note(engine, Finding("unknown", "hashes its blocks in no way that is known here"), "events")
+            self._note(engine, STRANGE, "events")
         elif way.kinds:
             self._note(engine, Finding(way.kinds[0], way.detail, way.fix, way.scheme), "events")
         else:

@@ -493,7 +493,8 @@ class Examination:
         verdicts = list(filter(None, (self._verdict(event, ways) for event in self._heard.events)))
         if any(verdict.suspect is None for verdict in verdicts):
             seeds = tuple(more_seeds(believed))
-            verdicts += filter(None, (self._verdict(event, seeds) for event in self._heard.events[:8]))
+            first = [event for event in self._heard.events if event.get("parent_block_hash") is None]
+            verdicts += filter(None, (self._verdict(event, seeds) for event in first[:8]))
             if not any(verdict.suspect and verdict.suspect.kinds for verdict in verdicts):
                 return Suspect(
                     believed,

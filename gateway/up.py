@@ -282,7 +282,7 @@ class _Start:
             checks = list(_checks(url))
             compared = sum(times for check, _, times in checks if check == "keys")
             results = {result for _, result, _ in checks}
-        differ = ", ".join(sorted(results - {"agrees", "not_stored"}))
+        differ = ", ".join(sorted(results - {"agrees", "not_asked"}))
         self._say("compared   token ids, block hashes and keys: " + (differ or "all engines agree"))
 
     def _child(self, name: str, command: commands.Command, extra: Mapping[str, str] | None = None) -> Child:

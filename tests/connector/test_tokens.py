@@ -120,7 +120,14 @@ def test_a_chats_template_writes_its_special_tokens(tokenizer: Tokenizer, backen
     assert found[:2] == [begin, backend.token_to_id("<|im_start|>")], "one token each, not its letters"
 
 
-@pytest.mark.parametrize("special", [None, False, 1, "true"])
+@pytest.mark.parametrize("special", [1, 0, "true", "no", 1.0])
+def test_what_engines_take_for_a_yes_or_a_no_is_not_guessed(tokenizer: Tokenizer, special: object) -> None:
+    with pytest.raises(Inexact, match="add_special_tokens"):
+        tokenizer.chat({"messages": [USER], "add_special_tokens": special})
+    assert refused(tokenizer, {"prompt": "x", "add_special_tokens": special}) == "add_special_tokens"
+
+
+@pytest.mark.parametrize("special", [None, False])
 def test_a_chat_gets_no_others(tokenizer: Tokenizer, special: object) -> None:
     plain = tokenizer.chat({"messages": [USER]})
 
