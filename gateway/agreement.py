@@ -54,12 +54,14 @@ class _Against:
 class _Shape:
     """What is known of one shape."""
 
-    __slots__ = ("against", "asked", "audits", "counts")
+    __slots__ = ("against", "asked", "audits", "counts", "unanswered")
 
     def __init__(self) -> None:
         self.asked = 0
         self.counts = 0
         self.audits = 0
+        self.unanswered = 0
+        """Audits that came to nothing: an engine may tell no ids."""
         self.against: dict[str, _Against] = {}
 
 
@@ -98,9 +100,16 @@ class Agreement:
         found.asked += 1
         if not self._every:
             return False
-        if found.against:
-            return found.asked % OFF_EVERY == 1
-        return found.audits < FIRST_AUDITS or found.asked % self._every == 0
+        if found.unanswered < FIRST_AUDITS:
+            if found.against:
+                return found.asked % OFF_EVERY == 1
+            if found.audits < FIRST_AUDITS:
+                return True
+        return found.asked % self._every == 0
+
+    def unanswered(self, shape: str) -> None:
+        """An audit came to nothing."""
+        self._shapes.setdefault(shape, _Shape()).unanswered += 1
 
     def counted(self, ours: Counted, engine: str, theirs: int) -> None:
         """An engine counted a prompt's tokens."""

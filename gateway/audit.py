@@ -121,12 +121,14 @@ class Auditor:
                     await self._audit(audit, self._fleet.engine(engine))
             except (WireError, TimeoutError, NotAnObject, Inexact, ValueError) as error:
                 log.debug("an audit on engine %s came to nothing: %s", engine, type(error).__name__)
+                self._agreements[audit.call.model.name].unanswered(audit.shape)
             except Exception:
                 log.exception("an audit on engine %s met a defect", engine)
 
     async def _audit(self, audit: Audit, engine: Engine) -> None:
         theirs = await self._ids_of(audit.call, engine)
         if theirs is None:
+            self._agreements[audit.call.model.name].unanswered(audit.shape)
             return
         ours = audit.known.ids()
         difference = await asyncio.to_thread(compare_ids, ours, theirs)

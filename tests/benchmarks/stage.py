@@ -94,6 +94,7 @@ def settings(port: int, engine: str, model: Path | None) -> Mapping[str, object]
         "models": [{"name": "tiny", "pool": "main", "tokenizer": str(model) if model else None}],
         "engines": {"static": [{"url": engine, "model": "tiny"}]},
         "tenants": [TENANT],
+        "self_check": {"audit_every": 0, "calibrate": False},  # the upstream tells no ids
     }
 
 

@@ -26,7 +26,7 @@ _CONTROL = {
     "/metrics": (_engine._metrics(), "text/plain"),
 }
 _STAMP = re.compile(rb'"content":"([0-9.]{18})"')
-_WHOLE = orjson.dumps(completed(finish="stop"))
+_WHOLE = orjson.dumps(completed(finish="stop", prompt=-1))
 
 
 def whole(body: bytes, content_type: str = "application/json") -> bytes:
@@ -87,7 +87,7 @@ class Connection(asyncio.Protocol):
         for _ in range(self._events):
             self._transport.write(chunk(stamped()))
             await asyncio.sleep(self._pause)
-        self._transport.write(chunk(usage_event()) + chunk(DONE) + LAST_CHUNK)
+        self._transport.write(chunk(usage_event(prompt=-1)) + chunk(DONE) + LAST_CHUNK)
 
 
 async def main(port: int, events: int, pause: float) -> None:

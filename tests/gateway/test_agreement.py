@@ -91,6 +91,15 @@ def test_the_first_requests_are_audited_then_one_in_a_hundred(agreement: Agreeme
     assert sum(agreement.due("chat") for _ in range(100)) == 20
 
 
+def test_an_engine_that_tells_no_ids_is_not_asked_with_every_request(agreement: Agreement) -> None:
+    for _ in range(FIRST_AUDITS):
+        assert agreement.due("chat")
+        agreement.unanswered("chat")
+    assert sum(agreement.due("chat") for _ in range(1000)) == 10
+    agreement.counted(OURS, "a", 11)
+    assert sum(agreement.due("chat") for _ in range(1000)) == 10
+
+
 def test_none_are_audited_where_none_are_wanted() -> None:
     never = Agreement("m", Counts("checks", "", ("model", "check", "result")), every=0)
     assert not any(never.due("chat") for _ in range(100))
