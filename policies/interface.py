@@ -26,8 +26,19 @@ class Job(Struct, frozen=True):
     """Tokens of the prompt; None where they could not be counted exactly."""
     pool_tokens: int | None
     """Leading tokens that the pool holds, in whole blocks; None where the pool could not be asked."""
+    disk_tokens: int = 0
+    """How many of `pool_tokens` it holds on disk only."""
     prefilled: bool = False
     """Another engine has computed the prompt: only who decodes is to be chosen."""
+    session: str | None = None
+    """What the client calls its session, as an opaque key of its tenant; None where it names none."""
+    landmarks: tuple[bytes, ...] = ()
+    """Names for the prompt's leading `landmark_tokens`, twice as many, and so on: what begins alike shares them.
+
+    Of a prompt that could not be counted they stand for its text, about four bytes to a token.
+    """
+    landmark_tokens: int = 512
+    """Tokens from one landmark to the next."""
 
 
 class Candidate(Struct, frozen=True):
@@ -40,9 +51,22 @@ class Candidate(Struct, frozen=True):
     tokens: int
     """Prompt tokens of those requests that nobody held when they were sent: its prefill backlog."""
     waiting: float | None
-    """Requests in the engine's own queue, from every source; None where it is not known."""
+    """Requests in the engine's own queue, from every source; None where it is not known, or no longer."""
     own_tokens: int
     """Leading tokens of this prompt that the engine holds itself, in whole blocks."""
+    running: float | None = None
+    """Requests that the engine works on, from every source; None as with `waiting`."""
+    cache_usage: float | None = None
+    """Share of the engine's KV blocks that are in use, 0 to 1; None as with `waiting`."""
+    signal_age: float | None = None
+    """Seconds since the engine told `waiting`, `running` and `cache_usage`; None where it has not."""
+    likely_tokens: int = 0
+    """Leading tokens of this prompt, by its landmarks, that the engine likely holds when it comes to this request.
+
+    They are being computed there now; or, where what it holds cannot be known, they were sent there lately.
+    """
+    since: float | None = None
+    """Seconds since it came in or came back: a newcomer, that is cold. None: it was there from the start."""
     pooled: bool = True
     """False: it names blocks otherwise than was looked up, so that nothing of the pool can be expected there."""
 

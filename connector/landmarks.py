@@ -1,0 +1,100 @@
+"""Names for a prompt's leading parts, a few hundred tokens apart, and where prompts that begin so were sent.
+
+An index of all blocks says exactly what an engine holds. This one says, for a hundredth of the cost, what an
+engine was given: to whom a prompt's beginning went that is being computed there now, and for prompts whose
+tokens are not known, to whom text that begins so went lately.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from connector.blocks import Prefix
+
+APART = 512
+"""Tokens from one landmark to the next, as nearly as whole blocks allow."""
+TOKEN_BYTES = 4
+"""Bytes of text that count as a token, where nobody has counted."""
+KEY_BYTES = 8
+MOST = 16_384
+"""Landmarks remembered of an engine, some 3 MB: 8 million tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Landmarks:
+    """A prompt's landmarks, first to last; equal ones stand for equal beginnings."""
+
+    keys: tuple[bytes, ...] = ()
+    apart: int = APART
+    """Tokens from one to the next."""
+
+
+def of_prefix(prefix: Prefix) -> Landmarks:
+    """The landmarks of hashed blocks: each names all that is before it, salt and adapter included."""
+    step = max(1, APART // prefix.block_size)
+    reusable = prefix.hashes[: prefix.reusable]
+    return Landmarks(tuple(block[-KEY_BYTES:] for block in reusable[step - 1 :: step]), step * prefix.block_size)
+
+
+def of_text(text: bytes, domain: bytes) -> Landmarks:
+    """The landmarks of a prompt whose tokens are not known; `domain` keeps apart what must not be shared."""
+    piece = APART * TOKEN_BYTES
+    digest = blake2b(domain, digest_size=KEY_BYTES)
+    keys = []
+    for start in range(0, len(text) - piece + 1, piece):
+        digest.update(text[start : start + piece])
+        keys.append(digest.copy().digest())
+    return Landmarks(tuple(keys))
+
+
+class Sent:
+    """The landmarks of the prompts that were sent to one engine, and which of them it is computing."""
+
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
+        self._keys: OrderedDict[bytes, int] = OrderedDict()
+        """How many requests are computing each now."""
+
+    def begin(self, landmarks: Sequence[bytes]) -> None:
+        """A request goes there; its prompt is being computed until `done`."""
+        keys = self._keys
+        for key in reversed(landmarks):  # the tail is forgotten first: a head outlives what stands on it
+            keys[key] = keys.get(key, 0) + 1
+            keys.move_to_end(key)
+        while len(keys) > self._most:
+            keys.popitem(last=False)
+
+    def done(self, landmarks: Sequence[bytes]) -> None:
+        """Its first byte is there, or it came to nothing."""
+        for key in landmarks:
+            count = self._keys.get(key)
+            if count:
+                self._keys[key] = count - 1
+
+    def under_way(self, landmarks: Sequence[bytes]) -> int:
+        """How many leading landmarks of a prompt are being computed."""
+        return _leading(self._keys, landmarks, least=1)
+
+    def lately(self, landmarks: Sequence[bytes]) -> int:
+        """How many leading landmarks of a prompt were sent there, and are remembered."""
+        return _leading(self._keys, landmarks, least=0)
+
+    def forget(self) -> None:
+        """The engine was away: what it was given before is lost. What is under way counts no more."""
+        self._keys.clear()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+def _leading(keys: OrderedDict[bytes, int], landmarks: Sequence[bytes], least: int) -> int:
+    """Who has a landmark has those before it: halve until the last one is found."""
+    low, high = 0, len(landmarks)
+    while low < high:
+        middle = (low + high) // 2
+        if keys.get(landmarks[middle], -1) >= least:
+            low = middle + 1
+        else:
+            high = middle
+    return low
