@@ -30,6 +30,10 @@ class Landmarks:
     """Tokens from one to the next."""
 
 
+NOWHERE = Landmarks()
+"""Of a prompt that has none."""
+
+
 def of_prefix(prefix: Prefix) -> Landmarks:
     """The landmarks of hashed blocks: each names all that is before it, salt and adapter included."""
     step = max(1, APART // prefix.block_size)

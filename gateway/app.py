@@ -32,6 +32,7 @@ from gateway.fleet import EngineSpec, EventSource, Fleet
 from gateway.front import Front
 from gateway.limits import Limits
 from gateway.models import Model, Pool
+from gateway.placing import Placing
 from gateway.relay import Relay
 from gateway.serve import Bounds, Serve
 from gateway.settle import Settle
@@ -79,15 +80,22 @@ def build(settings: config.Config) -> House:
         checks=telemetry.checks,
         calibrates=settings.self_check.calibrate,
     )
-    serve = Serve(
+    placing = Placing(
         tenants=tenants,
-        limits=limits,
         models={name: models[model.name] for model in settings.models for name in (model.name, *model.aliases)},
         agreements=agreements,
         auditor=auditor,
         fleet=fleet,
         policy=policy,
         fallback=LeastLoaded(),
+        telemetry=telemetry,
+    )
+    serve = Serve(
+        tenants=tenants,
+        limits=limits,
+        placing=placing,
+        agreements=agreements,
+        fleet=fleet,
         relay=Relay(
             fleet,
             telemetry,
@@ -112,6 +120,7 @@ def build(settings: config.Config) -> House:
             attempts=settings.retries.attempts,
             local_prefill=settings.retries.local_prefill,
         ),
+        session_header=settings.policy.session_header,
         expose_routing=settings.telemetry.expose_routing,
     )
 
@@ -180,9 +189,11 @@ def _fleet(settings: config.Config, tls: ssl.SSLContext | None) -> Fleet:
             model=engine.model,
             role=engine.role,
             api_key=engine.api_key.get_secret_value() if engine.api_key is not None else None,
-            events=_events(engine.kv_events),
+            events=_events(engine.kv_events, rank),
+            rank=rank if engine.data_parallel > 1 else None,
         )
         for engine in settings.engines.static
+        for rank in range(engine.data_parallel)
     ]
     limits = settings.timeouts
     return Fleet(
@@ -205,10 +216,20 @@ def authorities(path: Path | None) -> ssl.SSLContext | None:
         raise BadAuthority(f"engines.ca: {path} holds no certificates in PEM form") from error
 
 
-def _events(settings: config.KvEvents | None) -> EventSource | None:
+def _events(settings: config.KvEvents | None, rank: int) -> EventSource | None:
+    """Where one data parallel rank's events come from: vLLM adds the rank to the port."""
     if settings is None:
         return None
-    return EventSource(settings.connect or settings.bind or "", bind=settings.bind is not None)
+    return EventSource(
+        _port_of(settings.connect or settings.bind or "", rank),
+        bind=settings.bind is not None,
+        replay=_port_of(settings.replay, rank) if settings.replay is not None else None,
+    )
+
+
+def _port_of(address: str, rank: int) -> str:
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + rank}"
 
 
 def _rules(chat: config.Chat) -> Rules:

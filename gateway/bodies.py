@@ -54,6 +54,8 @@ class Call(Struct, frozen=True):
     """The engines' name of the model, where the client used an alias."""
     content_type: bytes | None = None
     """Of a body that is no JSON."""
+    session: str | None = None
+    """The session that the client names, as a key of the tenant's own."""
 
 
 async def read_object(raw: bytes) -> Mapping[str, Any]:

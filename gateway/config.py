@@ -206,6 +206,8 @@ class Model(Section):
 class KvEvents(Section):
     connect: str | None = Field(None, pattern=r"^tcp://.+:\d+$")
     """Where the engine publishes, such as tcp://10.0.0.7:5557; its own setting then has a `*` for the host."""
+    replay: str | None = Field(None, pattern=r"^tcp://.+:\d+$")
+    """Where it gives events again that were missed, its replay_endpoint. Without one, what was missed is forgotten."""
     bind: str | None = Field(None, pattern=r"^tcp://.+:\d+$")
     """Where this gateway listens, for an engine whose setting names a concrete address: vLLM connects then."""
 
@@ -225,6 +227,8 @@ class Engine(Section):
     """What it may be used for."""
     api_key: Secret | None = None
     """Sent to the engine as its bearer key."""
+    data_parallel: int = Field(1, ge=1, le=1024)
+    """--data-parallel-size. Each rank has a cache of its own and is chosen by itself; kv_events are rank 0's."""
     kv_events: KvEvents | None = None
     """Its KV events. Without them, what it holds is estimated from what was sent there."""
 
@@ -243,6 +247,8 @@ class PolicyChoice(Section):
     """round_robin, least_loaded, cache_aware, disaggregated, an installed policy, or module:Class."""
     settings: dict[str, Any] = {}
     """What the policy's constructor takes."""
+    session_header: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,64}$")] = "x-session-id"
+    """Names a client's session, for policies that keep one together."""
 
 
 class Timeouts(Section):

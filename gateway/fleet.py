@@ -1,8 +1,12 @@
 """Which engines are alive, how busy each is, and what each is thought to hold.
 
 Our own requests are counted exactly, by leases. An engine's own word (health, queue, cache) is read
-every `poll` seconds and carries its age. What an engine holds of a prompt is told by its KV events,
-or estimated from what was sent there; it is forgotten when the engine was away.
+every `poll` seconds and carries its age; one that is too old counts as missing, and what we know
+ourselves stands without it. What an engine holds of a prompt is told by its KV events, or estimated
+from what was sent there; it is forgotten when the engine was away.
+
+An engine with data parallel ranks has a cache and a queue in each: every rank is an engine here, that is
+named in the header `X-data-parallel-rank` (vllm/entrypoints/openai/engine/serving.py).
 """
 
 import asyncio
@@ -17,6 +21,7 @@ from connector.blocks import Adapter, Prefix
 from connector.calibrate import Finding
 from connector.errors import Unreachable, WireError
 from connector.events import Estimated, Held, Reported, Subscription
+from connector.landmarks import NOWHERE, Landmarks, Sent
 from connector.vllm import CacheFacts, Card, EngineControl, Load
 from connector.wire import Timeouts, Wire
 from gateway.breaker import Breaker
@@ -42,6 +47,8 @@ class EventSource:
 
     address: str
     bind: bool = False
+    replay: str | None = None
+    """Where missed ones can be asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,8 @@ class EngineSpec:
     role: Role = "both"
     api_key: str | None = None
     events: EventSource | None = None
+    rank: int | None = None
+    """Which data parallel rank is meant; None: it has one."""
 
 
 class Engine:
@@ -67,15 +76,16 @@ class Engine:
         tls: ssl.SSLContext | None,
     ) -> None:
         self.spec = spec
-        self.id = urlsplit(spec.url).netloc
+        self.id = urlsplit(spec.url).netloc + (f"#{spec.rank}" if spec.rank is not None else "")
         self.wire = Wire(spec.url, timeouts, tls)
-        self.control = EngineControl(spec.url, api_key=spec.api_key, timeout=poll_timeout, tls=tls)
+        self.control = EngineControl(spec.url, api_key=spec.api_key, timeout=poll_timeout, tls=tls, rank=spec.rank)
         self.breaker = Breaker(clock)
         self.fingerprint = Fingerprint()
-        self.headers: tuple[tuple[bytes, bytes], ...] = (
-            ((b"authorization", b"Bearer " + spec.api_key.encode()),) if spec.api_key else ()
-        )
+        key = [(b"authorization", b"Bearer " + spec.api_key.encode())] if spec.api_key else []
+        rank = [(b"x-data-parallel-rank", str(spec.rank).encode())] if spec.rank is not None else []
+        self.headers: tuple[tuple[bytes, bytes], ...] = (*key, *rank)
         self.held: Held = Estimated() if spec.events is None else Reported()
+        self.sent = Sent()
         self.cards: tuple[Card, ...] = ()
         self.version: str | None = None
         self.facts = NOTHING
@@ -84,6 +94,8 @@ class Engine:
         self._found_at = 0.0
         self.trouble: str | None = "not asked yet"
         """Why it gets no work; None when it does."""
+        self.since: float | None = None
+        """When it came in or came back; None: it was there from the start."""
         self.requests = 0
         self.backlog = 0
         self._misses = 0
@@ -94,9 +106,20 @@ class Engine:
     def alive(self) -> bool:
         return self.trouble is None
 
-    def waiting(self, oldest: float) -> float | None:
-        """The engine's own queue, if it was read since `oldest`."""
-        return self._load.waiting if self._load is not None and self._load_at >= oldest else None
+    def signals(self, now: float, oldest: float) -> tuple[Load | None, float | None]:
+        """What it said of its load, if that was read since `oldest`, and how many seconds ago it last did."""
+        if self._load is None:
+            return None, None
+        return (self._load if self._load_at >= oldest else None), now - self._load_at
+
+    def likely(self, landmarks: Landmarks, exact: bool) -> int:
+        """Leading tokens that it likely holds when it comes to a prompt: they are being computed there.
+
+        Where what it holds cannot be told, the prompt being inexact or its hashes others than ours: they were sent.
+        """
+        told = exact and self.pooled
+        count = self.sent.under_way(landmarks.keys) if told else self.sent.lately(landmarks.keys)
+        return count * landmarks.apart
 
     @property
     def pooled(self) -> bool:
@@ -126,6 +149,7 @@ class Engine:
         self.trouble = trouble
         self.finding = None
         self.held.clear()
+        self.sent.forget()
         self.fingerprint.forget()
 
     def missed(self, trouble: str) -> None:
@@ -134,31 +158,34 @@ class Engine:
         if not self.alive or self._misses >= MISSES:
             self.lost(trouble)
 
-    def back(self) -> None:
+    def back(self, since: float | None) -> None:
+        """It is well, since now or, at the gateway's start, since nobody knows when."""
         self._misses = 0
         if self.trouble is not None:
             log.info("engine %s is in", self.id)
+            self.since = since
         self.trouble = None
 
 
 class Lease:
     """A request's hold on an engine, for as long as it is under way there."""
 
-    __slots__ = ("_backlog", "_prefix", "_released", "engine")
+    __slots__ = ("_backlog", "_landmarks", "_prefix", "_released", "engine")
 
-    def __init__(self, engine: Engine, backlog: int, prefix: Prefix | None) -> None:
+    def __init__(self, engine: Engine, backlog: int, prefix: Prefix | None, landmarks: Sequence[bytes]) -> None:
         self.engine = engine
         self._backlog = backlog
         self._prefix = prefix
+        self._landmarks = landmarks
         self._released = False
         engine.requests += 1
         engine.backlog += backlog
+        engine.sent.begin(landmarks)
         engine.breaker.trying()
 
     def prefilled(self, computed: bool) -> None:
         """The first byte is there. If the prompt was computed, the engine holds it."""
-        self.engine.backlog -= self._backlog
-        self._backlog = 0
+        self._begun()
         if computed and self._prefix is not None and self.engine.alive:
             self.engine.held.computed(self._prefix)
         self._prefix = None
@@ -168,7 +195,13 @@ class Lease:
         if not self._released:
             self._released = True
             self.engine.requests -= 1
-            self.engine.backlog -= self._backlog
+            self._begun()
+
+    def _begun(self) -> None:
+        self.engine.backlog -= self._backlog
+        self._backlog = 0
+        self.engine.sent.done(self._landmarks)
+        self._landmarks = ()
 
 
 class Fleet:
@@ -189,6 +222,7 @@ class Fleet:
         }
         self._poll = poll
         self._clock = clock
+        self._open = False
         self._watchers: list[asyncio.Task[None]] = []
         self._seen_facts: dict[str, CacheFacts] = {}
 
@@ -199,6 +233,7 @@ class Fleet:
     async def open(self) -> None:
         """Ask every engine once, then keep watching. Engines that are down do not hold this up for long."""
         await asyncio.gather(*(self._ask(engine, cards=True) for engine in self.engines))
+        self._open = True
         self._watchers = [asyncio.create_task(self._watch(engine)) for engine in self.engines]
         for engine in self.engines:
             if engine.spec.events is not None and isinstance(engine.held, Reported):
@@ -233,19 +268,13 @@ class Fleet:
         """What most of a model's living engines say of their caches."""
         return self._seen_facts.get(model, NOTHING)
 
-    def candidates(self, model: str, adapter: Adapter | None, prefix: Prefix | None) -> list[Candidate]:
-        """The living engines of a model, as they stand now."""
-        oldest = self._clock() - STALE_AFTER * self._poll
+    def candidates(
+        self, model: str, adapter: Adapter | None, prefix: Prefix | None = None, landmarks: Landmarks = NOWHERE
+    ) -> list[Candidate]:
+        """The living engines of a model, as they stand now, and what each has of a prompt."""
+        now = self._clock()
         return [
-            Candidate(
-                id=engine.id,
-                role=engine.spec.role,
-                requests=engine.requests,
-                tokens=engine.backlog,
-                waiting=engine.waiting(oldest),
-                own_tokens=engine.held.run(prefix) * prefix.block_size if prefix is not None else 0,
-                pooled=engine.pooled,
-            )
+            self._candidate(engine, prefix, landmarks, now)
             for engine in self.engines
             if engine.trouble is None
             and engine.spec.model == model
@@ -253,16 +282,35 @@ class Fleet:
             and (adapter is None or any(card.id == adapter.name for card in engine.cards))
         ]
 
+    def _candidate(self, engine: Engine, prefix: Prefix | None, landmarks: Landmarks, now: float) -> Candidate:
+        load, age = engine.signals(now, now - STALE_AFTER * self._poll)
+        return Candidate(
+            id=engine.id,
+            role=engine.spec.role,
+            requests=engine.requests,
+            tokens=engine.backlog,
+            waiting=load.waiting if load is not None else None,
+            own_tokens=engine.held.run(prefix) * prefix.block_size if prefix is not None else 0,
+            running=load.running if load is not None else None,
+            cache_usage=load.cache_usage if load is not None else None,
+            signal_age=age,
+            likely_tokens=engine.likely(landmarks, prefix is not None) if landmarks.keys else 0,
+            since=now - engine.since if engine.since is not None else None,
+            pooled=engine.pooled,
+        )
+
     def engine(self, engine_id: str) -> Engine:
         """The engine of that id. Raises `KeyError`."""
         return self._engines[engine_id]
 
-    def lease(self, engine_id: str, backlog: int, prefix: Prefix | None) -> Lease:
+    def lease(
+        self, engine_id: str, backlog: int, prefix: Prefix | None = None, landmarks: Sequence[bytes] = ()
+    ) -> Lease:
         """Count a request on an engine until it is released.
 
-        `backlog` is the prompt tokens that it will have to compute.
+        `backlog` is the prompt tokens that it will have to compute, `landmarks` those of its prompt.
         """
-        return Lease(self._engines[engine_id], backlog, prefix)
+        return Lease(self._engines[engine_id], backlog, prefix, landmarks)
 
     def lets_through(self, engine_id: str) -> bool:
         """Whether the engine's circuit breaker lets a request through now."""
@@ -312,7 +360,7 @@ class Fleet:
                 engine.facts = replace(facts, version=engine.version)
                 engine.held.capacity = facts.blocks or engine.held.capacity
                 engine.heard(load, self._clock())
-                engine.back()
+                engine.back(self._clock() if self._open else None)
         self._agree(engine.spec.model)
 
     def _agree(self, model: str) -> None:

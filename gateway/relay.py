@@ -79,6 +79,7 @@ class Leg(Struct, frozen=True):
     """Path and query."""
     body: Sequence[bytes]
     prefix: Prefix | None = None
+    landmarks: Sequence[bytes] = ()
     method: str = "POST"
     dialect: Dialect = Dialect.CHAT
     content_type: bytes | None = None
@@ -248,7 +249,7 @@ class Relay:
         """Send a leg and wait for the first byte of its answer. Raises `LegFailed`."""
         if not self._fleet.lets_through(target.engine):  # another request has begun to try it since the survey
             raise LegFailed(LEFT_ALONE, Unavailable("The engine is being tried by another request; try again."))
-        lease = self._fleet.lease(target.engine, target.backlog, leg.prefix)
+        lease = self._fleet.lease(target.engine, target.backlog, leg.prefix, leg.landmarks)
         engine = lease.engine
         try:
             reply = await self._first(leg, lease, deadline)

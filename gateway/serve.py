@@ -12,6 +12,8 @@
     relay      one leg, or two, and the bytes to the client      relay, connector.handoff
     settle     predicted against actual, usage, the span         settle
 
+The steps that decide, from tokenize to place, stand in gateway/placing.py.
+
 Each step takes what the step before it made and returns a new frozen value. A step that cannot know
 something says so and the request goes on without it: it is then placed by load. All of them up to the
 first byte of the answer happen in `_open`, whose end is the end of the request's body: while the answer
@@ -27,59 +29,36 @@ from dataclasses import dataclass
 from msgspec import Struct
 from msgspec.structs import replace
 
-from connector.blocks import Adapter, HashScheme, Prefix
-from connector.errors import Inexact
 from connector.handoff import ids_body, wants_usage
-from connector.keys import KeyScheme
 from connector.mooncake import Residency
-from connector.prompts import Known, hashed
 from gateway import forms
-from gateway.agreement import Agreement, Counted, shape_of
-from gateway.audit import AUDITED, MAX_AUDIT_BODY, Audit, Auditor
-from gateway.bodies import EXACT_BYTES, Call, read_object, to_answer, to_prefill
+from gateway.agreement import Agreement
+from gateway.audit import AUDITED, MAX_AUDIT_BODY, Audit
+from gateway.bodies import Call, read_object, to_answer, to_prefill
 from gateway.dialects import Dialect
 from gateway.encodings import decoded
-from gateway.endpoints import ENDPOINTS, STORED, Endpoint, PromptKind
+from gateway.endpoints import ENDPOINTS, STORED, Endpoint
 from gateway.errors import (
-    BadRequest,
     Broken,
     EngineFailed,
     GatewayError,
     NotStored,
     Unavailable,
-    UnknownModel,
     UnsupportedMedia,
 )
 from gateway.exchange import Exchange
 from gateway.fleet import Fleet
 from gateway.front import Handler
 from gateway.limits import Bytes, Limits
-from gateway.models import Model
+from gateway.placing import Placing, Prompt
 from gateway.relay import Leg, LegFailed, Relay, Reply, Result, Target
 from gateway.settle import Account, Settle
 from gateway.stored import Stored
 from gateway.tenants import Tenant, Tenants
 from gateway.trace import Telemetry, Trace
-from policies.interface import Candidate, Job, NoCapacity, Placement, Policy, expected, uncached
+from policies.interface import Candidate, Job, Placement, expected, uncached
 
 log = logging.getLogger("moongate")
-
-
-class Prompt(Struct, frozen=True):
-    """What is known of a call's prompt."""
-
-    tokens: int | None = None
-    prefix: Prefix | None = None
-    keys: KeyScheme | None = None
-    inexact: str | None = None
-    """Why there is no prefix."""
-    counted: Counted | None = None
-    known: Known | None = None
-
-    @property
-    def reusable_tokens(self) -> int:
-        """Tokens that a cache can give at most."""
-        return self.prefix.reusable * self.prefix.block_size if self.prefix is not None else 0
 
 
 class Plan(Struct, frozen=True):
@@ -114,35 +93,29 @@ class Serve:
         *,
         tenants: Tenants,
         limits: Limits,
-        models: Mapping[str, Model],
+        placing: Placing,
         agreements: Mapping[str, Agreement],
-        auditor: Auditor,
         fleet: Fleet,
-        policy: Policy,
-        fallback: Policy,
         relay: Relay,
         settle: Settle,
         telemetry: Telemetry,
         bounds: Bounds,
+        session_header: str,
         expose_routing: bool = False,
     ) -> None:
-        """`models` are by every name that clients may use; `fallback` places a request where `policy` fails to."""
         self._tenants = tenants
         self._limits = limits
-        self._models = models
+        self._placing = placing
         self._agreements = agreements
-        self._auditor = auditor
         self._fleet = fleet
-        self._policy = policy
-        self._fallback = fallback
         self._relay = relay
         self._settle = settle
         self._telemetry = telemetry
         self._bounds = bounds
+        self._session_header = session_header.lower().encode()
         self._expose_routing = expose_routing
         self._held = Bytes(bounds.held_bytes)
         self._stored = Stored()
-        self._sick_pools: set[str] = set()
 
     def route(self, method: str, path: str) -> Handler | None:
         """Who answers this; None where it is no hot endpoint."""
@@ -209,14 +182,14 @@ class Serve:
         call = await self._parse(exchange, tenant, endpoint)
         trace.model = call.model.name
         trace.step("parse")
-        prompt = await self._know(call)
+        prompt = await self._placing.know(call)
         trace.step("tokenize and hash")
         self._charge(call, prompt)
         candidates = self._survey(call, prompt)
-        residency = await self._look_up(call, prompt, candidates)
+        residency = await self._placing.look_up(call, prompt, candidates)
         trace.step("look up")
-        job = self._job(call, prompt, residency)
-        placement = self._place(job, candidates)
+        job = self._placing.job(call, prompt, residency)
+        placement = self._placing.place(job, candidates)
         self._telemetry.placements.inc(job.model, placement.prefill or placement.engine, placement.reason)
         trace.step("place")
         if trace.recorded:
@@ -247,83 +220,15 @@ class Serve:
             raise UnsupportedMedia("The body must be JSON in UTF-8.")
         else:
             body = await read_object(raw)
-        name = body.get("model")
-        if not isinstance(name, str) or not name:
-            raise BadRequest("model must be the name of a model; GET /v1/models lists them.", param="model")
-        if not isinstance(body.get("stream"), bool | None):
-            raise BadRequest("stream must be true or false.", param="stream")
-        model, adapter = self._model(tenant, name)
-        return Call(
-            tenant=tenant,
-            endpoint=endpoint,
+        return self._placing.call(
+            tenant,
+            endpoint,
+            raw,
+            body,
             target=f"{exchange.path}?{exchange.query}" if exchange.query else exchange.path,
-            model=model,
-            adapter=adapter,
-            salt=self._tenants.salt(tenant, body.get("cache_salt")) if endpoint.salted else None,
-            raw=raw,
-            body=body,
-            rename=model.name if adapter is None and name != model.name else None,
             content_type=kind if endpoint.form else None,
+            session=exchange.fields.get(self._session_header),
         )
-
-    def _model(self, tenant: Tenant, name: str) -> tuple[Model, Adapter | None]:
-        """The model that is meant by a name: its own, an alias, or an adapter's."""
-        adapter: Adapter | None = None
-        model = self._models.get(name)
-        if model is None:
-            base, adapter = self._fleet.adapter(name) or (None, None)
-            model = self._models.get(base) if base is not None else None
-        if model is None or (tenant.models is not None and model.name not in tenant.models):
-            raise UnknownModel
-        return model, adapter
-
-    async def _know(self, call: Call) -> Prompt:
-        """Render, tokenize and hash the prompt, as the engine will."""
-        try:
-            prompt = await self._prompt(call)
-        except Inexact as error:
-            prompt = Prompt(inexact=error.reason)
-        if prompt.inexact is not None:
-            self._telemetry.inexact.inc(call.model.name, prompt.inexact)
-        return prompt
-
-    async def _prompt(self, call: Call) -> Prompt:
-        kind, model = call.endpoint.prompt, call.model
-        if kind is None or (model.prompts is None and model.render is None):
-            raise Inexact("no_tokenizer" if kind in AUDITED else "endpoint")
-        if len(call.raw) > EXACT_BYTES:
-            raise Inexact("too_long")
-        shape = shape_of(kind, call.body)
-        reason = self._agreements[model.name].off(shape)
-        off = reason is not None
-        scheme: HashScheme | None = None
-        if _scores_its_prompt(call):
-            reason = "prompt_logprobs"
-        elif not off:
-            try:
-                scheme = model.scheme(self._fleet.facts(model.name))
-            except Inexact as error:
-                reason = error.reason
-        known = await self._known(call, kind, scheme)
-        keys = self._auditor.keys(model) if scheme is not None else None
-        return Prompt(None if off else known.tokens, known.prefix, keys, reason, Counted(shape, known.tokens), known)
-
-    async def _known(self, call: Call, kind: PromptKind, scheme: HashScheme | None) -> Known:
-        """A prompt's ids and hashes: made here where that is exact, else by a server that renders. Raises `Inexact`."""
-        model, salt, adapter = call.model, call.salt, call.adapter
-        here = kind if kind == "chat" or kind == "completion" else None  # noqa: PLR1714 - this way mypy follows
-        why = Inexact("endpoint" if here is None else "no_tokenizer")
-        if model.prompts is not None and here is not None:
-            try:
-                return await model.prompts.know(
-                    here, call.raw, call.body, domain=call.tenant.domain, scheme=scheme, salt=salt, adapter=adapter
-                )
-            except Inexact as error:
-                why = error
-        if model.render is None:
-            raise why
-        rendered = await model.render.render(call.endpoint.path, await to_answer(call))
-        return await hashed(rendered.token_ids, scheme, salt=salt, adapter=adapter, media=rendered.media)
 
     def _ids(self, call: Call, prompt: Prompt) -> Sequence[int] | None:
         """The prompt's ids for the engines, where that is wanted and they have agreed often enough."""
@@ -343,9 +248,7 @@ class Serve:
         self._limits.charge(call.tenant, prompt.tokens or 0)
 
     def _survey(self, call: Call, prompt: Prompt) -> Sequence[Candidate]:
-        candidates = self._fleet.candidates(call.model.name, call.adapter, prompt.prefix)
-        if not candidates:
-            raise Unavailable(f"No engine for {call.model.name} is available; try again shortly.")
+        candidates = self._placing.survey(call, prompt)
         if call.endpoint.makes and (previous := call.body.get("previous_response_id")) is not None:
             home = self._stored.home(call.tenant.name, previous) if isinstance(previous, str) else None
             if home is None:
@@ -354,56 +257,6 @@ class Serve:
             if not candidates:
                 raise Unavailable("The engine that keeps this response is not available; try again shortly.")
         return candidates
-
-    async def _look_up(self, call: Call, prompt: Prompt, candidates: Sequence[Candidate]) -> Residency | None:
-        """What the pool holds of the prompt; None where there is nothing to ask about, or no use in it."""
-        pool = call.model.pool
-        if pool is None or prompt.prefix is None or prompt.keys is None or not prompt.prefix.reusable:
-            return None
-        if not any(candidate.pooled for candidate in candidates):
-            self._telemetry.inexact.inc(call.model.name, "engines_disagree")
-            return None
-        started = time.perf_counter()
-        residency = await pool.master.look_up(prompt.prefix, prompt.keys)
-        self._telemetry.lookup_seconds.observe(time.perf_counter() - started, pool.name)
-        self._telemetry.lookups.inc(pool.name, residency.trouble or "known")
-        self._telemetry.lookup_keys.add(residency.asked, pool.name)
-        if (residency.trouble is None) is (pool.name in self._sick_pools):
-            self._tell_of_pool(pool.name, residency.trouble)
-        return residency
-
-    def _tell_of_pool(self, pool: str, trouble: str | None) -> None:
-        """Log once when a pool stops to answer, and once when it answers again."""
-        if trouble is None:
-            self._sick_pools.discard(pool)
-            log.info("pool %s answers again", pool)
-        else:
-            self._sick_pools.add(pool)
-            log.warning("pool %s does not answer look-ups: %s; requests go on without", pool, trouble)
-
-    @staticmethod
-    def _job(call: Call, prompt: Prompt, residency: Residency | None) -> Job:
-        run = residency.run if residency is not None else None
-        return Job(
-            model=call.model.name,
-            tenant=call.tenant.name,
-            prompt_tokens=prompt.tokens,
-            pool_tokens=run * prompt.prefix.block_size if run is not None and prompt.prefix is not None else None,
-        )
-
-    def _place(self, job: Job, candidates: Sequence[Candidate]) -> Placement:
-        try:
-            placement = _among(candidates, self._policy.place(job, candidates))
-        except NoCapacity as error:
-            raise Unavailable(f"{job.model}: {error}; try again shortly.") from None
-        except Exception:
-            log.exception("the policy failed; least_loaded placed the request")
-            self._telemetry.policy_failures.inc()
-            try:
-                placement = self._fallback.place(job, candidates)
-            except NoCapacity as error:
-                raise Unavailable(f"{job.model}: {error}; try again shortly.") from None
-        return placement
 
     async def _open_apart(
         self, trace: Trace, plan: Plan, headers: Sequence[tuple[bytes, bytes]], deadline: float
@@ -420,7 +273,7 @@ class Serve:
         able = [c for c in self._survey(plan.call, plan.prompt) if c.role != "prefill"]
         others = [c for c in able if first is None or c.id != first.lease.engine.id]
         candidates = others or able
-        placement = replace(self._place(job, candidates), prefill=None, reason=plan.placement.reason)
+        placement = replace(self._placing.place(job, candidates), prefill=None, reason=plan.placement.reason)
         decode = replace(plan, job=job, candidates=candidates, placement=placement)
         targets = self._targets(decode, first.lease.engine.id if first is not None else None)
         try:
@@ -446,7 +299,7 @@ class Serve:
                 failed = failure.error
                 self._telemetry.handoffs.inc(call.model.name, "prefill_failed")
                 candidates.remove(chosen)
-                placement = self._place(plan.job, candidates)
+                placement = self._placing.place(plan.job, candidates)
             else:
                 return reply
         if not self._bounds.local_prefill:
@@ -459,9 +312,11 @@ class Serve:
         """The prompt alone. Of an endpoint that is no chat and no completion, by its ids, as a completion."""
         call, prompt = plan.call, plan.prompt
         if call.endpoint.prompt in AUDITED or prompt.known is None:
-            return Leg(call.target, await to_prefill(call, plan.ids), prompt.prefix, headers=headers)
+            return Leg(
+                call.target, await to_prefill(call, plan.ids), prompt.prefix, prompt.landmarks.keys, headers=headers
+            )
         body = ids_body(call.rename or call.body["model"], prompt.known.ids(), call.salt)
-        return Leg("/v1/completions", (body,), prompt.prefix, headers=headers)
+        return Leg("/v1/completions", (body,), prompt.prefix, prompt.landmarks.keys, headers=headers)
 
     async def _handed_over(self, plan: Plan) -> bool:
         """Wait until the pool has the prompt's last full block: a prefill's answer comes before its blocks."""
@@ -481,6 +336,7 @@ class Serve:
             call.target,
             await to_answer(call, plan.ids),
             plan.prompt.prefix,
+            plan.prompt.landmarks.keys,
             dialect=endpoint.dialect,
             content_type=call.content_type,
             hide_usage=endpoint.asks_usage and not wants_usage(call.body),
@@ -581,19 +437,3 @@ def _note(trace: Trace, call: Call, prompt: Prompt, residency: Residency | None,
 def _divides(call: Call, prompt: Prompt) -> bool:
     """Whether there is a way to have the prompt computed by itself."""
     return call.endpoint.prompt in AUDITED or (prompt.known is not None and not prompt.known.media)
-
-
-def _among(candidates: Sequence[Candidate], placement: Placement) -> Placement:
-    """The placement, if every engine that it names is a candidate."""
-    known = {candidate.id for candidate in candidates}
-    for name in (placement.engine, placement.prefill or placement.engine, *placement.spares):
-        if name not in known:
-            raise ValueError(f"the policy named an engine that is no candidate: {name}")
-    return placement
-
-
-def _scores_its_prompt(call: Call) -> bool:
-    """Whether the prompt's own logprobs are asked for: vLLM then computes all of it and reads no cache."""
-    body = call.body
-    echoed = call.endpoint.prompt == "completion" and bool(body.get("echo")) and body.get("logprobs") is not None
-    return body.get("prompt_logprobs") is not None or echoed
