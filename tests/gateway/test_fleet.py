@@ -8,7 +8,9 @@ import pytest
 import zmq
 
 from connector.blocks import Adapter, Prefix
+from connector.calibrate import Finding
 from connector.events import DEFAULT_BLOCKS
+from connector.landmarks import Landmarks
 from connector.vllm import CacheFacts
 from connector.wire import Timeouts
 from gateway.breaker import FAILURES, FIRST_SECONDS
@@ -159,6 +161,93 @@ async def test_an_old_word_on_the_load_is_none(engine: Engine) -> None:
         assert fleet.candidates("tiny", None, None)[0].waiting == 0
         clock.now += 1
         assert fleet.candidates("tiny", None, None)[0].waiting is None
+
+
+async def test_signals_carry_their_age(engine: Engine) -> None:
+    clock = Clock()
+    engine.waiting = 3
+    async with fleet_of(spec(engine), clock=clock, poll=60) as fleet:
+        clock.now += 20
+        (one,) = fleet.candidates("tiny", None)
+        assert (one.waiting, one.running, one.cache_usage, one.signal_age) == (3, 0, 0, 20)
+        fleet.lease(one.id, 70)
+        clock.now += STALE_AFTER * 60
+        (one,) = fleet.candidates("tiny", None)
+    assert (one.waiting, one.running, one.cache_usage, one.signal_age) == (None, None, None, STALE_AFTER * 60 + 20)
+    assert (one.requests, one.tokens) == (1, 70), "what we count ourselves stands"
+
+
+async def test_an_engine_without_signals_has_no_age(engine: Engine) -> None:
+    engine.metrics = b"# nothing\n"
+    async with fleet_of(spec(engine)) as fleet:
+        (one,) = fleet.candidates("tiny", None)
+    assert (one.waiting, one.running, one.cache_usage, one.signal_age) == (None, None, None, None)
+
+
+async def test_who_comes_later_is_a_newcomer(engine: Engine) -> None:
+    clock = Clock()
+    async with fleet_of(spec(engine), clock=clock) as fleet:
+        assert fleet.candidates("tiny", None)[0].since is None, "it was there from the start"
+        fleet.suspect(fleet.engines[0].id, "no connection")
+        await fleet._ask(fleet.engines[0], cards=True)
+        clock.now += 5
+        assert fleet.candidates("tiny", None)[0].since == 5
+
+
+# Ranks
+
+
+async def test_every_data_parallel_rank_is_an_engine(engine: Engine) -> None:
+    engine.metrics = (
+        b'vllm:num_requests_running{engine="0"} 1\nvllm:num_requests_running{engine="1"} 2\n'
+        b'vllm:num_requests_waiting{engine="0"} 3\nvllm:num_requests_waiting{engine="1"} 4\n'
+        b'vllm:kv_cache_usage_perc{engine="0"} 0.1\nvllm:kv_cache_usage_perc{engine="1"} 0.2\n'
+    )
+    ranks = [EngineSpec(engine.url, "tiny", rank=rank) for rank in (0, 1)]
+    async with fleet_of(*ranks) as fleet:
+        zero, one = fleet.candidates("tiny", None)
+        assert (zero.id, one.id) == (f"127.0.0.1:{engine.port}#0", f"127.0.0.1:{engine.port}#1")
+        assert (zero.running, zero.waiting, zero.cache_usage) == (1, 3, 0.1)
+        assert (one.running, one.waiting, one.cache_usage) == (2, 4, 0.2)
+        fleet.lease(one.id, 10, prefix(1, 2)).prefilled(computed=True)
+        assert [c.own_tokens for c in fleet.candidates("tiny", None, prefix(1, 2))] == [0, 8]
+        assert (b"x-data-parallel-rank", b"1") in fleet.engine(one.id).headers
+
+
+# What is likely there
+
+
+def marks(*keys: bytes) -> Landmarks:
+    return Landmarks(keys, 512)
+
+
+async def test_what_is_being_computed_is_likely_there_soon(engine: Engine) -> None:
+    async with fleet_of(spec(engine)) as fleet:
+        (one,) = fleet.engines
+        lease = fleet.lease(one.id, 1024, prefix(1, 2), [b"a", b"b"])
+        assert fleet.candidates("tiny", None, prefix(1, 3), marks(b"a", b"c"))[0].likely_tokens == 512
+        lease.prefilled(computed=True)
+        assert fleet.candidates("tiny", None, prefix(1, 3), marks(b"a", b"c"))[0].likely_tokens == 0, "it is or is not"
+
+
+async def test_what_was_sent_is_likely_there_where_nothing_tells(engine: Engine) -> None:
+    async with fleet_of(spec(engine)) as fleet:
+        (one,) = fleet.engines
+        lease = fleet.lease(one.id, 0, None, [b"a", b"b"])
+        lease.prefilled(computed=True)
+        lease.release()
+        assert fleet.candidates("tiny", None, None, marks(b"a", b"b", b"c"))[0].likely_tokens == 1024
+        one.lost("gone")
+        one.trouble = None
+        assert fleet.candidates("tiny", None, None, marks(b"a", b"b", b"c"))[0].likely_tokens == 0
+
+
+async def test_so_it_is_on_an_engine_that_hashes_otherwise(engine: Engine) -> None:
+    async with fleet_of(spec(engine)) as fleet:
+        (one,) = fleet.engines
+        fleet.lease(one.id, 0, prefix(1), [b"a"]).prefilled(computed=True)
+        one.found(Finding("algorithm", "it hashes otherwise"), 0.0)
+        assert fleet.candidates("tiny", None, prefix(1), marks(b"a"))[0].likely_tokens == 512
 
 
 # Health
