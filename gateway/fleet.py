@@ -276,11 +276,19 @@ class Fleet:
         return [
             self._candidate(engine, prefix, landmarks, now)
             for engine in self.engines
-            if engine.trouble is None
-            and engine.spec.model == model
-            and engine.breaker.lets_through
-            and (adapter is None or any(card.id == adapter.name for card in engine.cards))
+            if engine.spec.model == model and self.unfit(engine, adapter) is None
         ]
+
+    @staticmethod
+    def unfit(engine: Engine, adapter: Adapter | None) -> str | None:
+        """Why an engine gets no request for its model, or for an adapter of it; None: it may get one."""
+        if engine.trouble is not None:
+            return engine.trouble
+        if not engine.breaker.lets_through:
+            return "it failed again and again, and is left alone for a while"
+        if adapter is not None and not any(card.id == adapter.name for card in engine.cards):
+            return f"it does not have the adapter {adapter.name}"
+        return None
 
     def _candidate(self, engine: Engine, prefix: Prefix | None, landmarks: Landmarks, now: float) -> Candidate:
         load, age = engine.signals(now, now - STALE_AFTER * self._poll)

@@ -165,7 +165,7 @@ class Placing:
     def place(self, job: Job, candidates: Sequence[Candidate]) -> Placement:
         """The policy's choice. Raises `Unavailable` where no candidate can take it."""
         try:
-            placement = _among(candidates, self._policy.place(job, candidates))
+            placement = among(candidates, self._policy.place(job, candidates))
         except NoCapacity as error:
             raise Unavailable(f"{job.model}: {error}; try again shortly.") from None
         except Exception:
@@ -271,13 +271,18 @@ def _is_billing(text: object) -> bool:
     return isinstance(text, str) and text.startswith(BILLING)
 
 
-def _among(candidates: Sequence[Candidate], placement: Placement) -> Placement:
+def among(candidates: Sequence[Candidate], placement: Placement) -> Placement:
     """The placement, if every engine that it names is a candidate."""
     known = {candidate.id for candidate in candidates}
     for name in (placement.engine, placement.prefill or placement.engine, *placement.spares):
         if name not in known:
             raise ValueError(f"the policy named an engine that is no candidate: {name}")
     return placement
+
+
+def divides(call: Call, prompt: Prompt) -> bool:
+    """Whether there is a way to have the prompt computed by itself."""
+    return call.endpoint.prompt in AUDITED or (prompt.known is not None and not prompt.known.media)
 
 
 def _scores_its_prompt(call: Call) -> bool:

@@ -50,7 +50,7 @@ from gateway.exchange import Exchange
 from gateway.fleet import Fleet
 from gateway.front import Handler
 from gateway.limits import Bytes, Limits
-from gateway.placing import Placing, Prompt
+from gateway.placing import Placing, Prompt, divides
 from gateway.relay import Leg, LegFailed, Relay, Reply, Result, Target
 from gateway.settle import Account, Settle
 from gateway.stored import Stored
@@ -198,7 +198,7 @@ class Serve:
         headers = ((b"x-request-id", exchange.request_id), *trace.context())
         deadline = self._relay.deadline()
         try:
-            if placement.prefill is None or not _divides(call, prompt):
+            if placement.prefill is None or not divides(call, prompt):
                 leg = await self._answer_leg(plan, headers)
                 return await self._relay.open(leg, self._targets(plan), deadline), self._account(plan)
             return await self._open_apart(trace, plan, headers, deadline)
@@ -432,8 +432,3 @@ def _note(trace: Trace, call: Call, prompt: Prompt, residency: Residency | None,
     trace.fact("moongate.reason", placement.reason)
     trace.fact("moongate.predicted.own_tokens", placement.own_tokens)
     trace.fact("moongate.predicted.pool_tokens", placement.pool_tokens)
-
-
-def _divides(call: Call, prompt: Prompt) -> bool:
-    """Whether there is a way to have the prompt computed by itself."""
-    return call.endpoint.prompt in AUDITED or (prompt.known is not None and not prompt.known.media)

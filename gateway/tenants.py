@@ -50,6 +50,12 @@ class Tenants:
         self._secret = secret.encode() if secret is not None else None
         self._salts: dict[tuple[str, str | None, int], str | None] = {}
 
+    @property
+    def by_name(self) -> Mapping[str, Tenant]:
+        """Every tenant that has a key."""
+        tenants = self._by_digest.values() if self._by_digest is not None else (ANONYMOUS,)
+        return {tenant.name: tenant for tenant in tenants}
+
     def identify(self, fields: Mapping[bytes, bytes]) -> Tenant:
         """The tenant whose key the header carries. Raises `Unauthorized`, before any body is read."""
         if self._by_digest is None:
