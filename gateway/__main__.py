@@ -4,24 +4,26 @@ import asyncio
 import gc
 import json
 import logging
+import os
 import resource
 import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import click
 import uvicorn
 import yaml
 
 from connector.tokens import NoTokenizer
-from gateway import config
+from gateway import config, explanation
 from gateway.app import BadAuthority, BadTemplate, House, build
 from gateway.commands import NotInstalled
 from gateway.demo import DemoFailed, play
 from gateway.diagnosis import lines, tree
 from gateway.doctor import examine
+from gateway.explanation import CannotAsk
 from gateway.processes import NotReady, cannot_listen
 from gateway.up import CannotStart, Stopped, Wanted, running, wait, welcome
 from policies.load import BadPolicy
@@ -31,7 +33,7 @@ QUIET = 2.0
 
 
 class Unusable(click.ClickException):
-    """The doctor cannot begin; 1 is what it says of engines."""
+    """There is nothing to report; 1 is what a report says."""
 
     exit_code = 2
 
@@ -118,6 +120,38 @@ def doctor(path: Path, as_json: bool, timeout: float) -> None:
         raise Unusable(str(error)) from error
     click.echo(json.dumps(tree(report), indent=2) if as_json else "\n".join(lines(report)))
     sys.exit(0 if report.healthy else 1)
+
+
+@main.command(epilog="Example: moongate explain request.json --tenant team-a")
+@click.argument("file", type=click.File("rb"))
+@click.option("--gateway", default="http://127.0.0.1:8000", show_default=True, help="URL of the running gateway.")
+@click.option(
+    "--admin-key-env",
+    "variable",
+    default="MOONGATE_ADMIN_KEY",
+    show_default=True,
+    help="The environment variable that holds admin.key, where the gateway has one.",
+)
+@click.option("--tenant", help="Whose request it is. Not needed where there is one tenant.")
+@click.option("--session", help="What the client would send as its session.")
+@click.option("--path", default="/v1/chat/completions", show_default=True, help="The endpoint it would be sent to.")
+@click.option("--ids", is_flag=True, help="With --json: all token ids and block hashes.")
+@click.option("--json", "as_json", is_flag=True, help="Print the gateway's answer as JSON.")
+def explain(*, file: BinaryIO, gateway: str, variable: str, as_json: bool, **asked: Any) -> None:
+    """Say where a request would go, and why, without sending it.
+
+    FILE holds the request's body as a client would send it; - is standard input. A running gateway is asked, on
+    its host or with its admin key. The exit status is 0 where the request would be placed, 1 where no engine would
+    get it, 2 where the gateway could not be asked.
+    """
+    try:
+        question = explanation.question(file.read(), getattr(file, "name", "standard input"), **asked)
+        answer = explanation.ask(gateway, question, os.environ.get(variable))
+        told = explanation.read(answer)
+    except CannotAsk as error:
+        raise Unusable(str(error)) from error
+    click.echo(json.dumps(json.loads(answer), indent=2) if as_json else "\n".join(explanation.lines(told)))
+    sys.exit(0 if told.placement is not None else 1)
 
 
 @main.command(epilog="Example: moongate up --engines 3, or moongate up --demo")

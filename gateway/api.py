@@ -3,14 +3,17 @@
 Every path that is listed in neither is refused, never proxied. Errors are OpenAI's error object.
 """
 
+import asyncio
 import hmac
 import ipaddress
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from connector.vllm import Card
@@ -18,8 +21,19 @@ from gateway.agreement import Agreement
 from gateway.cors import Cors
 from gateway.dialects import Dialect
 from gateway.endpoints import ENDPOINTS, STORED
-from gateway.errors import Broken, Forbidden, GatewayError, UnknownModel, UnknownPath, WrongMethod
+from gateway.errors import (
+    BadRequest,
+    BodyTooLarge,
+    BodyTooSlow,
+    Broken,
+    Forbidden,
+    GatewayError,
+    UnknownModel,
+    UnknownPath,
+    WrongMethod,
+)
 from gateway.exchange import request_id
+from gateway.explain import Explain
 from gateway.fleet import Fleet
 from gateway.models import Model
 from gateway.tenants import Tenant, Tenants, bearer_key
@@ -66,10 +80,13 @@ def surface(
     models: Mapping[str, Model],
     agreements: Mapping[str, Agreement],
     telemetry: Telemetry,
+    explain: Explain,
     admin_key: str | None,
+    body_bytes: int,
+    body_seconds: float,
     **settings: Any,
 ) -> Surface:
-    """The application with all its routes."""
+    """The application with all its routes. A body may have so many bytes, and take so many seconds to come."""
     app = Surface(cors, **settings)
 
     @app.get("/health")
@@ -104,6 +121,13 @@ def surface(
         _check_operator(request, admin_key)
         return Response(telemetry.render(), media_type=CONTENT_TYPE)
 
+    @app.post("/admin/explain")
+    async def explained(request: Request) -> Response:
+        """Where a request would go, and why, for the operator. It is sent to no engine."""
+        _check_operator(request, admin_key)
+        explanation = await explain(await _body(request, body_bytes, body_seconds))
+        return Response(msgspec.json.encode(explanation), media_type="application/json")
+
     _errors(app)
     telemetry.gauges(lambda: engine_gauges(fleet), "engine")
     telemetry.gauges(lambda: model_gauges(models, agreements), "model")
@@ -130,7 +154,7 @@ def _errors(app: FastAPI) -> None:
         if endpoint is not None or stored is not None:
             allow = "GET" if stored is not None and not stored[2] else "POST"
         else:
-            allow = "" if error.status_code == 404 else (error.headers or {}).get("allow", "GET")
+            allow = "" if error.status_code == 404 else (error.headers or {}).get("Allow", "GET")
         told: GatewayError = WrongMethod(allow) if allow and method != allow else UnknownPath()
         dialect = endpoint.dialect if endpoint is not None else Dialect.CHAT
         headers = {name.decode(): value.decode() for name, value in told.headers}
@@ -195,6 +219,23 @@ def _check_operator(request: Request, admin_key: str | None) -> None:
             raise Forbidden("This endpoint needs the admin key, as 'Authorization: Bearer KEY'.")
     elif request.client is None or not ipaddress.ip_address(request.client.host).is_loopback:
         raise Forbidden("Without admin.key in the configuration this endpoint answers loopback only.")
+
+
+async def _body(request: Request, limit: int, seconds: float) -> bytes:
+    """Raises `BodyTooLarge`, `BodyTooSlow`, or `BadRequest` where the client left."""
+    pieces, size = [], 0
+    try:
+        async with asyncio.timeout(seconds):
+            async for piece in request.stream():
+                size += len(piece)
+                if size > limit:
+                    raise BodyTooLarge(limit)
+                pieces.append(piece)
+    except TimeoutError:
+        raise BodyTooSlow(f"The request body did not arrive within {seconds:g} s; send it again.") from None
+    except ClientDisconnect:
+        raise BadRequest("The client left before its body was there.") from None
+    return b"".join(pieces)
 
 
 def _json(value: object, status: int = 200) -> Response:

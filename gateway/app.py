@@ -28,6 +28,7 @@ from gateway.agreement import Agreement
 from gateway.api import Surface, surface
 from gateway.audit import Auditor
 from gateway.cors import Cors
+from gateway.explain import Explain
 from gateway.fleet import EngineSpec, EventSource, Fleet
 from gateway.front import Front
 from gateway.limits import Limits
@@ -80,15 +81,26 @@ def build(settings: config.Config) -> House:
         checks=telemetry.checks,
         calibrates=settings.self_check.calibrate,
     )
-    placing = Placing(
+    fallback = LeastLoaded()
+    decides = partial(
+        Placing,
         tenants=tenants,
         models={name: models[model.name] for model in settings.models for name in (model.name, *model.aliases)},
         agreements=agreements,
         auditor=auditor,
         fleet=fleet,
         policy=policy,
-        fallback=LeastLoaded(),
-        telemetry=telemetry,
+        fallback=fallback,
+    )
+    placing = decides(telemetry=telemetry)
+    explain = Explain(
+        tenants=tenants,
+        placing=decides(telemetry=Telemetry()),
+        fleet=fleet,
+        policy=policy,
+        fallback=fallback,
+        name=settings.policy.use,
+        settings=settings.policy.settings,
     )
     serve = Serve(
         tenants=tenants,
@@ -148,7 +160,10 @@ def build(settings: config.Config) -> House:
         models=models,
         agreements=agreements,
         telemetry=telemetry,
+        explain=explain,
         admin_key=settings.admin.key.get_secret_value() if settings.admin.key is not None else None,
+        body_bytes=settings.listen.max_body_bytes,
+        body_seconds=settings.timeouts.body,
         lifespan=life,
     )
     front = partial(

@@ -118,7 +118,7 @@ class Listen(Section):
 
 class Admin(Section):
     key: Secret | None = None
-    """Bearer key of /metrics. Without one, /metrics answers loopback only."""
+    """Bearer key of /metrics and /admin/explain. Without one, these answer loopback only."""
 
 
 class Auth(Section):

@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import yaml
 
+from gateway.explain import Blocks, EngineTold, Explanation, PlacementTold, PolicyTold, PoolTold, PromptTold
 from tests.double import Engine, Master
 from tests.gateway.test_up import needs_a_master
 from tests.readme import README
@@ -84,7 +85,7 @@ async def test_the_first_steps(tmp_path: Path, tokenizer_folder: Path) -> None:
 
         [config] = blocks("yaml")
         (tmp_path / "moongate.yaml").write_text(here(config) + f"listen: {{port: {port}}}\n")
-        demo, up, hashing, serving, asking, testing = (here(block) for block in blocks("sh"))
+        demo, up, hashing, serving, asking, explaining, testing = (here(block) for block in blocks("sh"))
         assert "exactly as predicted" in await shell(demo)
         assert up == "deploy/up\n"  # tests/gateway/test_up.py runs it
 
@@ -96,6 +97,7 @@ async def test_the_first_steps(tmp_path: Path, tokenizer_folder: Path) -> None:
         async with background(serve, tmp_path / "gateway.log"):
             await ready(f"http://127.0.0.1:{port}")
             assert '"finish_reason":"stop"' in await shell(asking)
+            assert "would get it (cache_aware: " in " ".join((await shell(explaining)).split())
 
         shown = yaml.safe_load(await shell(f"{secret}\n{check}"))
         assert shown["secret"] == "**********"
@@ -111,3 +113,10 @@ def test_every_kind_of_metric_has_its_row() -> None:
     text = README.read_text()
     for name in ("requests_total", "ttft_seconds", "engine_up", "prompt_cache_bytes"):
         assert f"| moongate_{name} |" in text
+
+
+def test_every_member_of_an_explanation_has_its_row() -> None:
+    text = README.read_text().split("<!-- explanation -->")[1].split("<!-- /explanation -->")[0]
+    names = set(re.findall(r"\w+", " ".join(line.split("|")[1] for line in text.splitlines() if line)))
+    parts = (Explanation, PromptTold, Blocks, PoolTold, EngineTold, PolicyTold, PlacementTold)
+    assert names - {"member"} == {name for part in parts for name in part.__struct_fields__}
