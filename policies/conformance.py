@@ -8,6 +8,7 @@ It makes fresh policies and plays jobs at them; an `AssertionError` names the ru
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from policies.interface import Candidate, Job, NoCapacity, Outcome, Placement, Policy, Role
 
@@ -66,12 +67,20 @@ def repeats_itself(make: Callable[[], Policy], chance: random.Random, rounds: in
 
 def bears_missing_signals(make: Callable[[], Policy]) -> None:
     policy = make()
+    signals = [
+        [
+            _candidate("a", waiting=waiting, running=running, cache_usage=usage, signal_age=age, since=since),
+            _candidate("b"),
+        ]
+        for waiting, running, usage, age in ((None, None, None, None), (3.0, None, None, 0.0), (0.0, 2.0, 1.0, 1e6))
+        for since in (None, 0.0, 1e9)
+    ]
     for tokens in (None, 0, 5000):
         for pool in (None, 0, 4096):
-            for waiting in (None, 3.0):
-                job = _job(prompt_tokens=tokens, pool_tokens=pool)
-                candidates = [_candidate(name, waiting=waiting) for name in ("a", "b")]
-                check_placement(job, candidates, policy.place(job, candidates))
+            for session, landmarks in ((None, ()), ("", ()), ("s", (b"1",)), ("s" * 10_000, (b"1", b"2", b"3"))):
+                job = _job(tokens, pool, session=session, landmarks=landmarks)
+                for candidates in signals:
+                    check_placement(job, candidates, policy.place(job, candidates))
 
 
 def bears_every_outcome(make: Callable[[], Policy]) -> None:
@@ -109,9 +118,15 @@ def check_placement(job: Job, candidates: Sequence[Candidate], placement: Placem
 
 def _scene(chance: random.Random) -> tuple[Job, list[Candidate]]:
     blocks = chance.randrange(0, 200)
+    pool = chance.choice([None, chance.randrange(0, blocks + 1) * 32])
+    beginning = chance.randrange(3)
     job = _job(
-        prompt_tokens=chance.choice([None, blocks * 32 + 7]),
-        pool_tokens=chance.choice([None, chance.randrange(0, blocks + 1) * 32]),
+        chance.choice([None, blocks * 32 + 7]),
+        pool,
+        disk_tokens=chance.randrange(0, (pool or 0) + 1),
+        session=chance.choice([None, "one", "two"]),
+        landmarks=tuple(bytes((beginning, number)) for number in range(blocks // 16)),
+        whole=chance.choice([b"", bytes((beginning, 255, chance.randrange(4)))]),
     )
     candidates = [
         _candidate(
@@ -120,26 +135,25 @@ def _scene(chance: random.Random) -> tuple[Job, list[Candidate]]:
             requests=chance.randrange(0, 40),
             tokens=chance.randrange(0, 40_000),
             waiting=chance.choice([None, float(chance.randrange(0, 20))]),
+            running=chance.choice([None, float(chance.randrange(0, 20))]),
+            cache_usage=chance.choice([None, chance.random()]),
+            signal_age=chance.choice([None, chance.random()]),
             own_tokens=chance.randrange(0, blocks + 1) * 32,
+            likely_tokens=chance.choice([0, chance.randrange(0, blocks + 1) * 32]),
+            since=chance.choice([None, chance.random() * 60]),
+            pooled=chance.random() < 0.9,
         )
         for number in range(chance.randrange(1, 9))
     ]
-    candidates.append(_candidate("engine-last", role="both"))
+    candidates.append(_candidate("engine-last"))
     chance.shuffle(candidates)
     return job, candidates
 
 
-def _job(prompt_tokens: int | None = 5000, pool_tokens: int | None = 1024) -> Job:
-    return Job(model="m", tenant="t", prompt_tokens=prompt_tokens, pool_tokens=pool_tokens)
+def _job(prompt_tokens: int | None = 5000, pool_tokens: int | None = 1024, **others: Any) -> Job:
+    return Job(model="m", tenant="t", prompt_tokens=prompt_tokens, pool_tokens=pool_tokens, **others)
 
 
-def _candidate(
-    name: str,
-    *,
-    role: Role = "both",
-    requests: int = 0,
-    tokens: int = 0,
-    waiting: float | None = 0.0,
-    own_tokens: int = 0,
-) -> Candidate:
-    return Candidate(id=name, role=role, requests=requests, tokens=tokens, waiting=waiting, own_tokens=own_tokens)
+def _candidate(name: str, **others: Any) -> Candidate:
+    plain: dict[str, Any] = {"role": "both", "requests": 0, "tokens": 0, "waiting": 0.0, "own_tokens": 0}
+    return Candidate(id=name, **plain | others)

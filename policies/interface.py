@@ -37,8 +37,12 @@ class Job(Struct, frozen=True):
 
     Of a prompt that could not be counted they stand for its text, about four bytes to a token.
     """
+    whole: bytes = b""
+    """A name, as a landmark is, for all of the prompt that can be cached; empty where there is none."""
     landmark_tokens: int = 512
     """Tokens from one landmark to the next."""
+    block_tokens: int = 16
+    """Tokens of a block: what engines and the pool hold is told in whole ones."""
 
 
 class Candidate(Struct, frozen=True):
@@ -102,7 +106,10 @@ class Outcome(Struct, frozen=True):
 
 @runtime_checkable
 class Policy(Protocol):
-    """Chooses. `policies.conformance.conform` holds what every policy must keep."""
+    """Chooses. `policies.conformance.conform` holds what every policy must keep.
+
+    A policy to which the pool makes no difference may say so with an attribute `weighs_pool = False`.
+    """
 
     def place(self, job: Job, candidates: Sequence[Candidate]) -> Placement:
         """Choose among `candidates`. Raises `NoCapacity` where none can take the job."""
@@ -111,6 +118,14 @@ class Policy(Protocol):
     def observe(self, placement: Placement, outcome: Outcome) -> None:
         """Learn from what happened. Called once for each placement that was tried."""
         ...
+
+
+def weighs_pool(policy: Policy) -> bool:
+    """Whether what the pool holds can change where the policy places a job. One that does not say so: it can.
+
+    Where it cannot, the pool is asked nothing, and `Job.pool_tokens` is None.
+    """
+    return getattr(policy, "weighs_pool", True) is not False
 
 
 def expected(job: Job, candidate: Candidate) -> tuple[int, int]:
@@ -123,9 +138,16 @@ def expected(job: Job, candidate: Candidate) -> tuple[int, int]:
     return candidate.own_tokens, max(0, pool - candidate.own_tokens)
 
 
+def size(job: Job) -> int:
+    """Tokens of the prompt; of one that was not counted, those that its landmarks stand for."""
+    return len(job.landmarks) * job.landmark_tokens if job.prompt_tokens is None else job.prompt_tokens
+
+
 def uncached(job: Job, candidate: Candidate) -> int:
-    """Tokens that this engine would have to compute. An uncounted prompt counts as nothing."""
-    return max(0, (job.prompt_tokens or 0) - sum(expected(job, candidate)))
+    """Tokens that this engine would have to compute when it comes to the request: what it does not hold,
+    will not likely hold by then, and cannot load from the pool.
+    """
+    return max(0, size(job) - max(candidate.likely_tokens, sum(expected(job, candidate))))
 
 
 def able_to_answer(candidates: Sequence[Candidate]) -> list[Candidate]:

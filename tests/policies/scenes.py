@@ -5,8 +5,28 @@ from collections.abc import Sequence
 from policies.interface import Candidate, Job, Outcome, Placement, Policy, Role
 
 
-def job(prompt: int | None = 5000, pool: int | None = 0, *, model: str = "m") -> Job:
-    return Job(model=model, tenant="t", prompt_tokens=prompt, pool_tokens=pool)
+def job(
+    prompt: int | None = 5000,
+    pool: int | None = 0,
+    *,
+    model: str = "m",
+    tenant: str = "t",
+    session: str | None = None,
+    marks: str = "",
+    whole: bytes = b"",
+    disk: int = 0,
+) -> Job:
+    """A job; `marks` are its landmarks, a letter each, as they would be chained: a prompt "ab" begins as "abc" does."""
+    return Job(
+        model=model,
+        tenant=tenant,
+        prompt_tokens=prompt,
+        pool_tokens=pool,
+        disk_tokens=disk,
+        session=session,
+        landmarks=tuple(marks[: number + 1].encode() for number in range(len(marks))),
+        whole=whole,
+    )
 
 
 def engine(
@@ -16,9 +36,24 @@ def engine(
     requests: int = 0,
     tokens: int = 0,
     waiting: float | None = 0.0,
+    running: float | None = None,
     own: int = 0,
+    likely: int = 0,
+    since: float | None = None,
+    pooled: bool = True,
 ) -> Candidate:
-    return Candidate(id=name, role=role, requests=requests, tokens=tokens, waiting=waiting, own_tokens=own)
+    return Candidate(
+        id=name,
+        role=role,
+        requests=requests,
+        tokens=tokens,
+        waiting=waiting,
+        running=running,
+        own_tokens=own,
+        likely_tokens=likely,
+        since=since,
+        pooled=pooled,
+    )
 
 
 def engines(names: str) -> list[Candidate]:

@@ -31,6 +31,12 @@ def test_ours_conform(make: Callable[[], Policy], seed: int) -> None:
             tokens=st.integers(0, 10**6),
             waiting=st.none() | st.floats(0, 1e6),
             own_tokens=st.integers(0, 10**6),
+            running=st.none() | st.floats(0, 1e6),
+            cache_usage=st.none() | st.floats(0, 1),
+            signal_age=st.none() | st.floats(0, 1e6),
+            likely_tokens=st.integers(0, 10**6),
+            since=st.none() | st.floats(0, 1e6),
+            pooled=st.booleans(),
         ),
         max_size=6,
         unique_by=lambda candidate: candidate.id,
@@ -41,6 +47,10 @@ def test_ours_conform(make: Callable[[], Policy], seed: int) -> None:
         tenant=st.just("t"),
         prompt_tokens=st.none() | st.integers(0, 10**6),
         pool_tokens=st.none() | st.integers(0, 10**6),
+        disk_tokens=st.integers(0, 10**6),
+        session=st.none() | st.text(),
+        landmarks=st.lists(st.binary(min_size=8, max_size=8), max_size=5, unique=True).map(tuple),
+        whole=st.binary(max_size=8),
     ),
 )
 def test_ours_conform_in_scenes_that_the_kit_does_not_know(name: str, candidates: list[Candidate], job: Job) -> None:
@@ -182,6 +192,34 @@ class CountsOnTheCount(Bad):
         return replace(placement, own_tokens=min(placement.own_tokens, job.prompt_tokens))  # type: ignore[type-var]
 
 
+class CountsOnASession(Bad):
+    def spoil(self, job: Job, candidates: Sequence[Candidate], placement: Placement) -> Placement:
+        return replace(placement, reason=job.session.upper() or "none")  # type: ignore[union-attr]
+
+
+class CountsOnLandmarks(Bad):
+    def spoil(self, job: Job, candidates: Sequence[Candidate], placement: Placement) -> Placement:
+        return replace(placement, reason=f"prefix {job.landmarks[0].hex()}")
+
+
+class CountsOnTheRunning(Bad):
+    def place(self, job: Job, candidates: Sequence[Candidate]) -> Placement:
+        able = sorted(able_to_answer(candidates), key=lambda c: -c.running)  # type: ignore[operator]
+        return placed(job, able, "fewest running")
+
+
+class CountsOnTheCache(Bad):
+    def place(self, job: Job, candidates: Sequence[Candidate]) -> Placement:
+        able = sorted(able_to_answer(candidates), key=lambda c: 1 - c.cache_usage)  # type: ignore[operator]
+        return placed(job, able, "emptiest")
+
+
+class DividesByWarmth(Bad):
+    def place(self, job: Job, candidates: Sequence[Candidate]) -> Placement:
+        able = sorted(able_to_answer(candidates), key=lambda c: 1 / c.since if c.since is not None else 0)
+        return placed(job, able, "warmest")
+
+
 class GivesUpWhereThereIsAnEngine(Bad):
     def spoil(self, job: Job, candidates: Sequence[Candidate], placement: Placement) -> Placement:
         if job.pool_tokens is None:
@@ -223,6 +261,11 @@ class FallsOverWhenEmpty(Bad):
         (SharesItsState, "in the same way"),
         (CountsOnTheQueue, "nothing but NoCapacity.*TypeError"),
         (CountsOnTheCount, "nothing but NoCapacity.*TypeError"),
+        (CountsOnASession, "nothing but NoCapacity.*AttributeError"),
+        (CountsOnLandmarks, "nothing but NoCapacity.*IndexError"),
+        (CountsOnTheRunning, "nothing but NoCapacity.*TypeError"),
+        (CountsOnTheCache, "nothing but NoCapacity.*TypeError"),
+        (DividesByWarmth, "nothing but NoCapacity.*ZeroDivisionError"),
         (GivesUpWhereThereIsAnEngine, "nothing but NoCapacity.*the pool is unknown"),
         (CannotBearFailure, "nothing but NoCapacity.*TypeError"),
         (FallsOverWhenEmpty, "nothing but NoCapacity.*IndexError"),
