@@ -2,52 +2,36 @@
 
 from collections.abc import Sequence
 
-from policies.interface import Candidate, Job, Outcome, Placement, able_to_answer, placed
-
-REMEMBERED = 4096
-"""Engines whose turns are remembered; the one whose turn is longest past is forgotten first."""
+from policies.interface import Candidate, Job, Outcome, Placement, able_to_answer, placed, uncached
+from policies.pressure import Pressure
 
 
 class LeastLoaded:
-    """The least of `load`, in tokens:
+    """The least of `now`, in tokens, and where it is the same the least of `lately` (policies/pressure.py):
 
-        load = tokens + request_tokens * max(requests, waiting)
+        now = tokens + request_tokens * max(requests, waiting + running)
 
-    `tokens` is the prompt tokens under way that nobody held (this gateway's own count, exact);
-    `request_tokens` is what a running request is worth by itself, in tokens, since it decodes.
-    Where the engine's queue is unknown, `waiting` counts as 0 and our own count stands alone.
-    Ties go to the engine that was chosen least recently.
+    Where the engine's own figures are unknown our count stands alone. `lately` is what was placed
+    there before, so that requests that come one at a time reach every engine. An engine that is new
+    or back is given its part by and by, for `warm` seconds. A prompt that was not counted is
+    remembered as a request without a prompt.
     """
 
-    def __init__(self, request_tokens: int = 256) -> None:
-        self._request_tokens = request_tokens
-        self._placed = 0
-        self._last: dict[str, int] = {}
+    weighs_pool = False
+
+    def __init__(self, request_tokens: int = 256, warm: float = 30.0) -> None:
+        self._pressure = Pressure(request_tokens, warm)
 
     def place(self, job: Job, candidates: Sequence[Candidate]) -> Placement:
-        return placed(job, self.ranked(able_to_answer(candidates)), "least loaded")
+        able = able_to_answer(candidates)
+        ranked = by_load(able, self._pressure.now(able), self._pressure.lately(able))
+        self._pressure.chose(ranked[0], uncached(job, ranked[0]))
+        return placed(job, ranked, "least loaded")
 
     def observe(self, placement: Placement, outcome: Outcome) -> None:
         """Nothing is learned."""
 
-    def load(self, candidate: Candidate) -> float:
-        """Tokens of work before a new request on this engine."""
-        return candidate.tokens + self._request_tokens * max(candidate.requests, candidate.waiting or 0)
 
-    def ranked(self, able: Sequence[Candidate]) -> list[Candidate]:
-        """Least loaded first; the first counts as chosen."""
-        ranked = sorted(able, key=lambda c: (self.load(c), self.turn(c)))
-        self.chose(ranked[0])
-        return ranked
-
-    def turn(self, candidate: Candidate) -> int:
-        """When this engine was last chosen: the least goes first in a tie."""
-        return self._last.get(candidate.id, 0)
-
-    def chose(self, candidate: Candidate) -> None:
-        """Note whose turn it was, so that the next tie goes elsewhere."""
-        self._placed += 1
-        self._last.pop(candidate.id, None)
-        self._last[candidate.id] = self._placed
-        if len(self._last) > REMEMBERED:
-            del self._last[next(iter(self._last))]
+def by_load(able: Sequence[Candidate], now: Sequence[float], lately: Sequence[float]) -> list[Candidate]:
+    """Those of `able`, least loaded first."""
+    return [able[i] for i in sorted(range(len(able)), key=lambda i: (now[i], lately[i]))]

@@ -1,28 +1,8 @@
-"""least_loaded: load = tokens + request_tokens * max(requests, waiting)."""
+"""least_loaded: the least of `now`, and of `lately` where that is the same."""
 
-import pytest
-
-from policies.interface import Candidate
+from policies.interface import weighs_pool
 from policies.least_loaded import LeastLoaded
 from tests.policies.scenes import chosen, engine, engines, job
-
-
-@pytest.mark.parametrize(
-    ("candidate", "load"),
-    [
-        (engine("a"), 0),
-        (engine("a", tokens=700), 700),
-        (engine("a", requests=3), 300),
-        (engine("a", waiting=5), 500),
-        (engine("a", requests=3, waiting=5, tokens=7), 507),
-        (engine("a", requests=5, waiting=3, tokens=7), 507),
-        (engine("a", requests=3, waiting=None, tokens=7), 307),
-        (engine("a", waiting=None), 0),
-        (engine("a", own=9999), 0),
-    ],
-)
-def test_the_formula(candidate: Candidate, load: float) -> None:
-    assert LeastLoaded(request_tokens=100).load(candidate) == load
 
 
 def test_the_least_loaded_is_chosen_and_the_others_are_spares_by_load() -> None:
@@ -43,11 +23,39 @@ def test_ties_turn_among_the_tied_alone() -> None:
     assert chosen(LeastLoaded(), 4, fleet) == "acac"
 
 
-def test_an_engine_that_comes_is_chosen_next() -> None:
+def test_what_was_placed_lately_counts_by_its_tokens() -> None:
+    policy = LeastLoaded()
+    policy.place(job(5000), engines("ab"))
+
+    assert chosen(policy, 3, engines("ab"), job(16)) == "bbb"
+
+
+def test_an_idle_engine_comes_before_a_busy_one_whatever_it_did_lately() -> None:
+    policy = LeastLoaded()
+    policy.place(job(5000), engines("a"))
+
+    assert chosen(policy, 2, [engine("a"), engine("b", requests=1)], job(16)) == "aa"
+
+
+def test_an_engine_that_was_not_chosen_lately_comes_first() -> None:
     policy = LeastLoaded()
     chosen(policy, 4, engines("ab"))
 
-    assert chosen(policy, 3, engines("abc")) == "cab"
+    assert chosen(policy, 1, engines("abc")) == "c"
+
+
+def test_a_newcomer_comes_as_the_mean() -> None:
+    """Of 20 and 10 that is 15; half of it when half of the time is over."""
+    fleet = [engine("a", requests=20), engine("b", requests=10)]
+
+    assert chosen(LeastLoaded(warm=30), 1, [*fleet, engine("c", since=0)]) == "b"
+    assert chosen(LeastLoaded(warm=30), 1, [*fleet, engine("c", since=15)]) == "c"
+    assert chosen(LeastLoaded(warm=30), 1, [*fleet, engine("c", since=30)]) == "c"
+    assert chosen(LeastLoaded(warm=0), 1, [*fleet, engine("c", since=0)]) == "c"
+
+
+def test_it_does_not_weigh_the_pool() -> None:
+    assert not weighs_pool(LeastLoaded())
 
 
 def test_what_a_request_is_worth_can_be_set() -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from policies.interface import NoCapacity
-from policies.round_robin import RoundRobin
+from policies.interface import NoCapacity, weighs_pool
+from policies.round_robin import REMEMBERED, RoundRobin
 from tests.policies.scenes import chosen, engine, engines, job
 
 
@@ -67,3 +67,20 @@ def test_the_prediction_is_vllms(own: int, pool: int, loaded: int) -> None:
     placement = RoundRobin().place(job(pool=pool), [engine("a", own=own)])
 
     assert (placement.own_tokens, placement.pool_tokens) == (own, loaded)
+
+
+def test_a_newcomer_has_its_turn_as_all_others() -> None:
+    assert chosen(RoundRobin(), 4, [engine("a"), engine("b", since=0)]) == "abab"
+
+
+def test_models_are_forgotten_not_gathered() -> None:
+    policy = RoundRobin()
+    for number in range(REMEMBERED + 10):
+        policy.place(job(model=f"m{number}"), engines("ab"))
+
+    assert len(policy._turns) == REMEMBERED
+    assert policy.place(job(model=f"m{REMEMBERED + 9}"), engines("ab")).engine == "b"
+
+
+def test_it_does_not_weigh_the_pool() -> None:
+    assert not weighs_pool(RoundRobin())
