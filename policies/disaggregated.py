@@ -11,7 +11,8 @@ from policies.least_loaded import LeastLoaded
 
 class Disaggregated:
     """First an engine is chosen that would do the whole, as cache_aware does. A prefill engine is added
-    where the tokens that neither that engine nor the pool holds are at least `min_prefill_tokens`.
+    where the tokens that neither that engine nor the pool holds, or that engine likely holds when it comes
+    to the request, are at least `min_prefill_tokens`; which one, cache_aware chooses among those that can.
     The hand over goes through the pool, so an unknown pool means no second engine, and so does an
     uncounted prompt. Who decodes is chosen once the prompt is computed, by the load at that moment.
     Engines of role both can take either part.

@@ -1,4 +1,4 @@
-"""cache_aware: work = uncached + load_share * pool + queue_share * load."""
+"""cache_aware: work = compute + price * load + queue_share * (max(now, lately) - awaited) - stay."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def test_a_conversation_stays_through_small_differences_of_load() -> None:
 
 
 def test_but_not_on_an_engine_that_is_far_busier() -> None:
-    fleet = [engine("a", own=4096, tokens=9000), engine("b")]
+    fleet = [engine("a", own=4096, tokens=13_000), engine("b")]
     placement = CacheAware().place(job(), fleet)
 
     assert (placement.engine, placement.reason) == ("b", "longest prefix is busy")
@@ -37,12 +37,24 @@ def test_but_not_on_an_engine_that_is_far_busier() -> None:
         # pool 3000: a loads 3000 at a tenth, b has all of it
         (job(5000, 3000), engine("a", own=0), engine("b", own=3000, tokens=599), "b"),
         (job(5000, 3000), engine("a", own=0), engine("b", own=3000, tokens=601), "a"),
+        # of which 1000 on disk at 0.3: 3000 cost 500
+        (job(5000, 3000, disk=1000), engine("a", own=0), engine("b", own=3000, tokens=999), "b"),
+        (job(5000, 3000, disk=1000), engine("a", own=0), engine("b", own=3000, tokens=1001), "a"),
         # a prompt that is held twice over is worth no more than itself
         (job(100), engine("a", own=96), engine("b", own=9600, tokens=193), "a"),
+        # what it will likely hold counts as held
+        (job(5000), engine("a", own=1000), engine("b", likely=2048, tokens=2095 + 2048), "b"),
+        (job(5000), engine("a", own=1000), engine("b", likely=2048, tokens=2097 + 2048), "a"),
+        # and is no queue before itself, where nothing else is
+        (job(5000), engine("a"), engine("b", likely=2048, tokens=2048), "b"),
+        # an engine of which nothing of the pool can be expected computes all of it
+        (job(5000, 3000), engine("a", tokens=5399), engine("b", pooled=False), "a"),
+        (job(5000, 3000), engine("a", tokens=5401), engine("b", pooled=False), "b"),
     ],
 )
 def test_the_formula(what: Job, one: Candidate, other: Candidate, winner: str) -> None:
-    assert chosen(CacheAware(load_share=0.1, queue_share=0.5), 1, [one, other], what) == winner
+    policy = CacheAware(load_share=0.1, disk_share=0.3, queue_share=0.5, stay_tokens=0)
+    assert chosen(policy, 1, [one, other], what) == winner
 
 
 def test_the_shares_can_be_set() -> None:
@@ -50,8 +62,9 @@ def test_the_shares_can_be_set() -> None:
 
     assert chosen(CacheAware(load_share=0), 1, fleet, job(5000, 4000)) == "a"
     busy = [engine("a", own=3000, tokens=4000), engine("b", own=0)]
-    assert chosen(CacheAware(queue_share=0.5), 1, busy) == "a"
-    assert chosen(CacheAware(queue_share=1), 1, busy) == "b"
+    assert chosen(CacheAware(queue_share=0.5, stay_tokens=0), 1, busy) == "a"
+    assert chosen(CacheAware(queue_share=1, stay_tokens=0), 1, busy) == "b"
+    assert chosen(CacheAware(queue_share=1, stay_tokens=1001), 1, busy) == "a"
 
 
 @pytest.mark.parametrize("what", [job(), job(None), job(None, None), job(5000, 4096), job(0)])
@@ -92,3 +105,85 @@ def test_a_prefill_engine_with_the_prefix_does_not_answer() -> None:
     placement = CacheAware().place(job(), fleet)
 
     assert (placement.engine, placement.spares, placement.own_tokens) == ("b", (), 0)
+
+
+def test_engines_that_hold_the_same_are_told_apart_by_load() -> None:
+    fleet = [engine("a", own=1024, tokens=9), engine("b", own=1024, tokens=8)]
+    found = CacheAware().place(job(), fleet)
+
+    assert (found.engine, found.reason) == ("b", "all hold the same, least loaded")
+
+
+# what many conversations share
+
+
+def spread(policy: CacheAware, others: int, marks: str = "aaaa") -> None:
+    """So many conversations that begin alike, four landmarks long, and then differ."""
+    for number in range(others):
+        policy.place(job(2600, marks=marks + chr(ord("b") + number)), engines("xyz"))
+
+
+@pytest.mark.parametrize(("others", "queue", "goes"), [(1, 2047, "a"), (1, 2049, "b"), (3, 1023, "a"), (3, 1025, "b")])
+def test_what_k_conversations_share_costs_a_kth_where_it_lacks(others: int, queue: int, goes: str) -> None:
+    """A new one on top of so many others: the 2048 tokens cost 1024 where there are two, 512 where there are four."""
+    policy = CacheAware(queue_share=0.5)
+    spread(policy, others)
+    fleet = [engine("a", own=2048, tokens=queue), engine("b")]
+
+    assert chosen(policy, 1, fleet, job(2600, marks="aaaaz")) == goes
+
+
+def test_the_longest_branch_is_not_recomputed_lightly() -> None:
+    """Four agents that branch at 50k tokens: another engine still costs some 12.5k."""
+    policy = CacheAware(queue_share=0.5)
+    trunk = "t" * 98
+    for agent in "abc":
+        policy.place(job(51_000, marks=trunk + agent), engines("xyz"))
+    fleet = [engine("a", own=50_176, tokens=24_000), engine("b")]
+
+    assert chosen(policy, 1, fleet, job(51_000, marks=trunk + "d")) == "a"
+
+
+def test_a_conversation_stays_where_its_own_part_is() -> None:
+    policy = CacheAware(queue_share=0.5, stay_tokens=2048)
+    spread(policy, 60)
+    shared = job(2700, marks="aaaab")  # the first of them goes on
+    fleet = [engine("a", own=2600, tokens=4000), engine("b", own=2048)]
+
+    assert chosen(policy, 1, fleet, shared) == "a"
+    assert chosen(policy, 1, [engine("a", own=2048, tokens=4000), engine("b", own=2048)], shared) == "b"
+
+
+# prompts that were not counted
+
+
+def test_a_prompt_that_was_not_counted_goes_where_its_text_was_sent_lately() -> None:
+    fleet = [engine("a", likely=1024, requests=1), engine("b")]
+    found = CacheAware().place(job(None, None, marks="abc"), fleet)
+
+    assert (found.engine, found.own_tokens, found.reason) == ("a", 0, "longest prefix")
+
+
+def test_a_longer_one_follows_the_first() -> None:
+    policy = CacheAware()
+    first = policy.place(job(None, None, marks="ab"), engines("xy")).engine
+    fleet = [engine(name, likely=1024 if name == first else 0) for name in "xy"]
+
+    assert policy.place(job(None, None, marks="abc"), fleet).engine == first
+
+
+# who counts
+
+
+def test_an_engine_that_cannot_answer_changes_nothing() -> None:
+    """Its load of nothing is no reason to balance."""
+    fleet = [engine("a", own=4096, requests=5), engine("b", requests=5)]
+    idle = engine("c", role="prefill", own=5000)
+
+    assert chosen(CacheAware(), 3, fleet) == chosen(CacheAware(), 3, [*fleet, idle]) == "aaa"
+
+
+def test_a_prediction_is_of_what_is_held_not_of_what_is_likely() -> None:
+    found = CacheAware().place(job(pool=512), [engine("a", own=64, likely=4096), engine("b")])
+
+    assert (found.engine, found.own_tokens, found.pool_tokens) == ("a", 64, 448)

@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from policies.disaggregated import Disaggregated
-from policies.interface import Candidate, Job, NoCapacity
+from policies.interface import Candidate, Job, NoCapacity, weighs_pool
 from tests.policies.scenes import engine, job
 
 FLEET = [engine("p", role="prefill"), engine("q", role="prefill", own=1024), engine("d", role="decode")]
@@ -95,3 +95,23 @@ def test_a_prefilled_job_goes_where_the_least_is_under_way() -> None:
     busy = [engine("d", role="decode", tokens=900), engine("e", role="decode")]
     found = policy.place(replace(job(), prefilled=True), busy)
     assert (found.engine, found.prefill, found.spares) == ("e", None, ("d",))
+
+
+def test_what_the_decode_engine_is_computing_is_not_prefilled_elsewhere() -> None:
+    found = Disaggregated().place(job(5000, 0), [engine("a", likely=4864, tokens=5000), engine("b", tokens=20_000)])
+
+    assert (found.engine, found.prefill, found.reason) == ("a", None, "too little to prefill elsewhere")
+
+
+def test_equal_prompts_are_prefilled_where_the_first_one_is() -> None:
+    fleet = [
+        engine("p", role="prefill", likely=4096, tokens=4096),
+        engine("q", role="prefill"),
+        engine("d", role="decode"),
+    ]
+
+    assert Disaggregated().place(job(5000, 0), fleet).prefill == "p"
+
+
+def test_it_weighs_the_pool() -> None:
+    assert weighs_pool(Disaggregated())
