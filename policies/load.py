@@ -17,10 +17,12 @@ from policies.disaggregated import Disaggregated
 from policies.interface import Policy
 from policies.least_loaded import LeastLoaded
 from policies.round_robin import RoundRobin
+from policies.session import Session
 
 BUILT_IN: dict[str, Callable[..., Policy]] = {
     "round_robin": RoundRobin,
     "least_loaded": LeastLoaded,
+    "session": Session,
     "cache_aware": CacheAware,
     "disaggregated": Disaggregated,
 }
