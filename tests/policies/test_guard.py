@@ -1,0 +1,149 @@
+"""A policy's defects are met by another one, and counted."""
+
+from collections.abc import Sequence
+
+import pytest
+from msgspec.structs import replace
+
+from policies.conformance import conform
+from policies.guard import SLOW_AMONG, Failure, Guarded
+from policies.interface import Candidate, Job, NoCapacity, Outcome, Placement, Policy, weighs_pool
+from policies.least_loaded import LeastLoaded
+from policies.load import BUILT_IN
+from policies.round_robin import RoundRobin
+from tests.policies.scenes import Scripted, chosen, engine, engines, job, placement
+
+OUTCOME = Outcome(ok=True, engine="a", ttft=None, cached_tokens=None)
+
+
+class Bench:
+    """A guarded policy, its clock, and what was counted."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.time = 0.0
+        self.counted: list[Failure] = []
+        self.fallback = Scripted(placement("b"))
+        self.guarded = Guarded(policy, self.fallback, clock=lambda: self.time, count=self.counted.append)
+
+
+class Slow(Scripted):
+    """Takes as long as it is told."""
+
+    seconds = 0.0
+    bench: Bench
+
+    def place(self, job: Job, candidates: Sequence[Candidate]) -> Placement:
+        self.bench.time += self.seconds
+        return super().place(job, candidates)
+
+    def observe(self, placement: Placement, outcome: Outcome) -> None:
+        self.bench.time += self.seconds
+        super().observe(placement, outcome)
+
+
+def slow() -> tuple[Slow, Bench]:
+    policy = Slow(placement("a"))
+    policy.bench = Bench(policy)
+    return policy, policy.bench
+
+
+class Broken(Scripted):
+    """Raises, or answers what is no placement."""
+
+    def __init__(self, answer: object) -> None:
+        super().__init__(placement("a"))
+        self.answer = answer
+
+    def place(self, job: Job, candidates: Sequence[Candidate]) -> Placement:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer  # type: ignore[return-value]
+
+    def observe(self, placement: Placement, outcome: Outcome) -> None:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+
+
+@pytest.mark.parametrize("make", BUILT_IN.values(), ids=BUILT_IN)
+def test_a_policy_that_is_well_is_left_alone(make: type[Policy]) -> None:
+    conform(lambda: Guarded(make(), LeastLoaded(), clock=lambda: 0.0, count=pytest.fail))
+    assert weighs_pool(Guarded(make(), LeastLoaded(), clock=lambda: 0.0, count=pytest.fail)) is weighs_pool(make())
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        RuntimeError("a defect"),
+        None,
+        {"engine": "a"},
+        placement("nobody"),
+        placement("a", spares=("nobody",)),
+        replace(placement("a"), prefill="nobody"),
+    ],
+    ids=str,
+)
+def test_what_fails_is_replaced_and_counted(answer: object, caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(Broken(answer))
+
+    assert chosen(bench.guarded, 4, engines("ab")) == "bbbb"
+    assert bench.counted == ["failed"] * 4
+    assert caplog.text.count("the policy failed") == 1, "told once until it is well again"
+
+
+def test_a_failure_to_observe_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(Broken(RuntimeError("a defect")))
+    bench.guarded.observe(placement("a"), OUTCOME)
+
+    assert bench.counted == ["failed"]
+    assert "failed to observe" in caplog.text
+
+
+def test_no_capacity_is_an_answer() -> None:
+    bench = Bench(Broken(NoCapacity("nobody is good enough")))
+    with pytest.raises(NoCapacity, match="good enough"):
+        bench.guarded.place(job(), engines("ab"))
+
+    assert (bench.counted, bench.fallback.asked) == ([], [])
+
+
+def test_the_fallbacks_too() -> None:
+    guarded = Guarded(Broken(None), RoundRobin(), clock=lambda: 0.0, count=lambda _: None)
+    with pytest.raises(NoCapacity, match="role both or decode"):
+        guarded.place(job(), [engine("p", role="prefill")])
+
+
+def test_one_that_is_slow_is_out_of_service_the_third_time(caplog: pytest.LogCaptureFixture) -> None:
+    policy, bench = slow()
+    policy.seconds = 60
+
+    assert chosen(bench.guarded, 5, engines("ab")) == "aaabb", "a late answer stands"
+    assert bench.counted == ["slow", "slow", "slow", "out of service"]
+    assert caplog.text.count("out of service") == 1
+    bench.guarded.observe(placement("b"), OUTCOME)
+    assert (len(policy.observed), len(bench.fallback.observed)) == (0, 1), "nor is it told of anything"
+
+
+def test_slow_to_observe_is_slow() -> None:
+    policy, bench = slow()
+    policy.seconds = 0.06
+    for _ in range(3):
+        bench.guarded.observe(placement("a"), OUTCOME)
+
+    assert bench.counted[-1] == "out of service"
+
+
+def test_within_its_limit_it_may_take_its_time() -> None:
+    policy, bench = slow()
+    policy.seconds = 0.04
+    chosen(bench.guarded, 10, engines("ab"))
+
+    assert bench.counted == []
+
+
+def test_a_pause_now_and_then_takes_nobody_out() -> None:
+    policy, bench = slow()
+    for call in range(4 * SLOW_AMONG):
+        policy.seconds = 1 if call % (SLOW_AMONG // 2) == 0 else 0
+        assert bench.guarded.place(job(), engines("ab")).engine == "a"
+
+    assert bench.counted == ["slow"] * 8
