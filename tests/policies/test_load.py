@@ -1,9 +1,12 @@
 """A name and settings to a policy, or to an error that says what would be right."""
 
 import importlib.metadata
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -11,12 +14,14 @@ import pytest
 
 from policies import load as module
 from policies.cache_aware import CacheAware
+from policies.conformance import conform
 from policies.disaggregated import Disaggregated
 from policies.interface import Policy
 from policies.least_loaded import LeastLoaded
 from policies.load import BUILT_IN, BadPolicy, load
 from policies.round_robin import RoundRobin
-from tests.policies.scenes import engine, job
+from policies.session import Session
+from tests.policies.scenes import chosen, engine, job
 
 
 def refused(use: str, settings: Mapping[str, object] | None = None) -> str:
@@ -41,13 +46,14 @@ def shop(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     [
         ("round_robin", RoundRobin),
         ("least_loaded", LeastLoaded),
+        ("session", Session),
         ("cache_aware", CacheAware),
         ("disaggregated", Disaggregated),
     ],
 )
 def test_ours_by_name(use: str, kind: type) -> None:
     assert type(load(use, {})) is kind
-    assert len(BUILT_IN) == 4, "a new one is named above"
+    assert len(BUILT_IN) == 5, "a new one is named above"
 
 
 def test_each_load_makes_a_fresh_one() -> None:
@@ -69,7 +75,7 @@ def test_a_name_that_is_nearly_right(use: str, near: str) -> None:
 
 @pytest.mark.parametrize("use", ["", "zzz"])
 def test_a_name_that_is_nothing_like_it(use: str) -> None:
-    assert refused(use).endswith("known: cache_aware, disaggregated, least_loaded, round_robin")
+    assert refused(use).endswith("known: cache_aware, disaggregated, least_loaded, round_robin, session")
 
 
 # a class of any module
@@ -79,7 +85,7 @@ def test_a_class_of_a_module() -> None:
     policy = load("policies.least_loaded:LeastLoaded", {"request_tokens": 7})
 
     assert isinstance(policy, LeastLoaded)
-    assert policy.load(engine("a", requests=2)) == 14
+    assert chosen(policy, 1, [engine("a", requests=2), engine("b", tokens=15)]) == "a"
 
 
 @pytest.mark.parametrize(
@@ -166,6 +172,32 @@ def test_an_installed_policy_that_is_broken(install: Callable[..., None], value:
     assert refused("mine").startswith(f"policy 'mine' of {value} cannot be imported: ")
 
 
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a policy of a package of somebody else's, really installed, in a place of its own."""
+    package, target = tmp_path / "package", tmp_path / "site-packages"
+    shutil.copytree(Path(__file__).parent / "example_package", package)
+    quiet = ("--quiet", "--disable-pip-version-check", "--no-input")
+    offline = ("--no-index", "--no-deps", "--no-build-isolation")
+    command = (sys.executable, "-m", "pip", "install", *quiet, *offline, "--target", target, package)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    monkeypatch.syspath_prepend(target)
+    monkeypatch.setitem(sys.modules, "moongate_fewest_requests", None)  # so that it is forgotten afterwards
+    del sys.modules["moongate_fewest_requests"]
+    return "fewest_requests"
+
+
+def test_an_installed_package_offers_its_policy(example: str) -> None:
+    fleet = [engine("a", requests=3), engine("b", requests=2), engine("c", requests=3, own=64)]
+
+    assert chosen(load(example, {}), 1, fleet) == "b"
+    assert chosen(load(example, {"slack": 1}), 1, fleet) == "c"
+    assert "slack: Input should be a valid integer" in refused(example, {"slack": "1"})
+    assert "did you mean 'fewest_requests'?" in refused("fewest_request")
+    conform(lambda: load(example, {"slack": 2}))
+
+
 # settings
 
 
@@ -180,6 +212,8 @@ def test_an_installed_policy_that_is_broken(install: Callable[..., None], value:
         ("least_loaded", {"request_tokens": None}, "request_tokens: Input should be a valid integer, not None"),
         ("cache_aware", {"queue_share": "0.5"}, "queue_share: Input should be a valid number, not '0.5'"),
         ("cache_aware", {"load_share": [1]}, "load_share: Input should be a valid number, not [1]"),
+        ("session", {"by": "cookie"}, "by: Input should be 'header', 'tenant' or 'prefix', not 'cookie'"),
+        ("session", {"capacity": 0.9}, "capacity must be at least 1"),
     ],
 )
 def test_settings_that_do_not_fit(use: str, settings: dict[str, object], says: str) -> None:
@@ -193,7 +227,9 @@ def test_settings_that_do_not_fit(use: str, settings: dict[str, object], says: s
     ("use", "settings"),
     [
         ("least_loaded", {"request_tokens": 1}),
-        ("cache_aware", {"load_share": 1, "queue_share": 0.25, "request_tokens": 2}),
+        ("least_loaded", {"warm": 5}),
+        ("session", {"by": "prefix", "capacity": 2, "prefix_tokens": 4096, "at_least": 1}),
+        ("cache_aware", {"load_share": 1, "queue_share": 0.25, "request_tokens": 2, "stay_tokens": 0, "warm": 0}),
         ("disaggregated", {"min_prefill_tokens": 0}),
     ],
 )
