@@ -1,11 +1,27 @@
 """cache_aware: where most of the prompt is held already, unless that engine is far busier."""
 
 from collections.abc import Sequence
+from copy import deepcopy
+
+from msgspec import Struct
 
 from policies.interface import Candidate, Job, Outcome, Placement, able_to_answer, placed, size, uncached
 from policies.least_loaded import by_load
 from policies.pressure import Pressure
 from policies.shared import Part, Shared
+
+
+class _Weighed(Struct, frozen=True):
+    """The terms of an engine's work, as they add up."""
+
+    compute: float
+    load: float
+    queue: float
+    stay: float
+
+    @property
+    def work(self) -> float:
+        return self.compute + self.load + self.queue - self.stay
 
 
 class CacheAware:
@@ -49,21 +65,16 @@ class CacheAware:
 
     def place(self, job: Job, candidates: Sequence[Candidate]) -> Placement:
         able = able_to_answer(candidates)
-        tokens = size(job)
-        held = [min(tokens, max(c.own_tokens, c.likely_tokens)) for c in able]
-        coming = max(min(c.likely_tokens, c.own_tokens + c.tokens) for c in able)
-        shared = self._shared.see(job, tokens, [c.own_tokens for c in able], coming)
+        held = [_held(job, candidate) for candidate in able]
         now, lately = self._pressure.now(able), self._pressure.lately(able)
+        shared = _see(self._shared, job, able)
         longest = max(held)
         if min(held) == longest and len({c.pooled for c in able}) == 1:
             ranked = by_load(able, now, lately)
             reason = "all hold the same, least loaded" if longest else "nothing cached, least loaded"
         else:
-            price, least = self._price(job), min(lately)
-            work = [
-                self._work(job, candidate, own, shared, price) + self._queue_share * max(queue, past - least)
-                for candidate, own, queue, past in zip(able, held, now, lately, strict=True)
-            ]
+            weighed = self._weighed(job, able, held, shared, _queues(now, lately))
+            work = [terms.work for terms in weighed]
             order = sorted(range(len(able)), key=lambda i: (work[i], -held[i], lately[i]))
             ranked = [able[i] for i in order]
             reason = "longest prefix" if held[order[0]] == longest else "longest prefix is busy"
@@ -73,20 +84,61 @@ class CacheAware:
     def observe(self, placement: Placement, outcome: Outcome) -> None:
         """Nothing is learned."""
 
+    def explain(self, job: Job, candidates: Sequence[Candidate]) -> dict[str, dict[str, float]]:
+        """The terms of `work` for each engine that can answer, as they add up, in tokens; nothing is remembered."""
+        able = able_to_answer(candidates)
+        held = [_held(job, candidate) for candidate in able]
+        shared = _see(deepcopy(self._shared), job, able)
+        queues = _queues(self._pressure.now(able), self._pressure.lately(able))
+        return {
+            candidate.id: {
+                "work_tokens": terms.work,
+                "compute_tokens": terms.compute,
+                "load_tokens": terms.load,
+                "queue_tokens": terms.queue,
+                "stay_tokens": -terms.stay,
+                "shared_tokens": shared.tokens,
+                "shared_by_conversations": shared.ways,
+            }
+            for candidate, terms in zip(able, self._weighed(job, able, held, shared, queues), strict=True)
+        }
+
     def _price(self, job: Job) -> float:
         """What a token costs that the pool gives, a computed one being 1."""
         on_disk = min(1.0, job.disk_tokens / job.pool_tokens) if job.pool_tokens else 0.0
         return self._load_share + (self._disk_share - self._load_share) * on_disk
 
-    def _work(self, job: Job, candidate: Candidate, own: int, shared: Part, price: float) -> float:
-        """What the prompt itself is worth in tokens on an engine that holds `own` of it by then."""
-        tokens = size(job)
-        reach = max(own, min(tokens, job.pool_tokens or 0)) if candidate.pooled else own
-        spared = 1 - 1 / shared.ways
-        compute = tokens - reach - spared * max(0, shared.tokens - reach)
-        load = reach - own - spared * max(0, min(shared.tokens, reach) - own)
-        awaited = 0
-        if own > candidate.own_tokens and job.prompt_tokens is not None:
-            awaited = min(candidate.tokens, own - candidate.own_tokens)
-        stay = self._stay_tokens if own > shared.tokens else 0
-        return compute + price * load - self._queue_share * awaited - stay
+    def _weighed(
+        self, job: Job, able: Sequence[Candidate], held: Sequence[int], shared: Part, queues: Sequence[float]
+    ) -> list[_Weighed]:
+        tokens, price, spared = size(job), self._price(job), 1 - 1 / shared.ways
+        pool = min(tokens, job.pool_tokens or 0)
+        found = []
+        for candidate, own, queue in zip(able, held, queues, strict=True):
+            reach = pool if candidate.pooled and pool > own else own
+            compute, load, awaited = float(tokens - reach), float(reach - own), 0
+            if own < shared.tokens:
+                lacks = max(0, shared.tokens - reach)
+                compute, load = compute - spared * lacks, load - spared * (shared.tokens - own - lacks)
+            if own > candidate.own_tokens and job.prompt_tokens is not None:
+                awaited = min(candidate.tokens, own - candidate.own_tokens)
+            stay = self._stay_tokens if own > shared.tokens else 0
+            found.append(_Weighed(compute, price * load, self._queue_share * (queue - awaited), stay))
+        return found
+
+
+def _held(job: Job, candidate: Candidate) -> int:
+    """Tokens of the prompt that the engine holds, or likely holds when it comes to the request."""
+    return min(size(job), max(candidate.own_tokens, candidate.likely_tokens))
+
+
+def _see(remembered: Shared, job: Job, able: Sequence[Candidate]) -> Part:
+    """The part of the prompt that other conversations begin with; the prompt is remembered."""
+    coming = max(min(c.likely_tokens, c.own_tokens + c.tokens) for c in able)
+    return remembered.see(job, size(job), [c.own_tokens for c in able], coming)
+
+
+def _queues(now: Sequence[float], lately: Sequence[float]) -> list[float]:
+    """What counts as before a request on each engine: what is there now, or was more lately than elsewhere."""
+    least = min(lately)
+    return [max(queue, past - least) for queue, past in zip(now, lately, strict=True)]

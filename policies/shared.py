@@ -105,5 +105,11 @@ class Shared:
                 high = middle
         return low
 
+    def __deepcopy__(self, _: object) -> "Shared":
+        """One that remembers the same from here on by itself; what is remembered never changes."""
+        found = Shared(self._most)
+        found._seen = self._seen.copy()
+        return found
+
     def __len__(self) -> int:
         return len(self._seen)

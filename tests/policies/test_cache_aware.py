@@ -1,5 +1,7 @@
 """cache_aware: work = compute + price * load + queue_share * (max(now, lately) - awaited) - stay."""
 
+from copy import deepcopy
+
 import pytest
 
 from policies.cache_aware import CacheAware
@@ -187,3 +189,36 @@ def test_a_prediction_is_of_what_is_held_not_of_what_is_likely() -> None:
     found = CacheAware().place(job(pool=512), [engine("a", own=64, likely=4096), engine("b")])
 
     assert (found.engine, found.own_tokens, found.pool_tokens) == ("a", 64, 448)
+
+
+# what it tells of itself
+
+
+def test_it_explains_what_it_weighs_and_remembers_nothing_of_it() -> None:
+    policy, fleet = CacheAware(), [engine("a", own=2048, tokens=400), engine("b"), engine("p", role="prefill")]
+    spread(policy, 1)
+    told = [policy.explain(job(2600, 1024, marks="aaaaz"), fleet) for _ in range(2)]
+
+    assert told[0] == told[1]
+    assert set(told[0]) == {"a", "b"}
+    assert told[0]["b"] == {
+        "work_tokens": pytest.approx(552 + 512 + 51.2),
+        "compute_tokens": 552 + 512,
+        "load_tokens": pytest.approx(51.2),
+        "queue_tokens": 0,
+        "stay_tokens": 0,
+        "shared_tokens": 2048,
+        "shared_by_conversations": 2,
+    }
+    assert told[0]["a"]["work_tokens"] == 552 + 200
+    assert policy.place(job(2600, 1024, marks="aaaaz"), fleet).engine == "a"
+
+
+def test_a_copy_goes_its_own_way() -> None:
+    policy = CacheAware()
+    other = deepcopy(policy)
+    spread(other, 5)
+    fleet = [engine("a", own=2048, tokens=2000), engine("b")]
+
+    assert chosen(policy, 1, fleet, job(2600, marks="aaaaz")) == "a"
+    assert chosen(other, 1, fleet, job(2600, marks="aaaaz")) == "b"
