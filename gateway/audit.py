@@ -22,8 +22,9 @@ from msgspec import Struct
 from connector.blocks import Algorithm, HashScheme, hashing_of
 from connector.calibrate import Finding, calibrate, diagnose_event, random_root, suspect_of, suspects
 from connector.errors import Inexact, WireError
-from connector.events import Reported
+from connector.events import witness
 from connector.handoff import audit_body
+from connector.held import Reported
 from connector.keys import KeyScheme
 from connector.parity import COMPLETION, SHAPES, Difference, TextFinding, calibrate_text, compare_ids, prompt_ids
 from connector.prompts import Known
@@ -259,7 +260,7 @@ class Auditor:
 
     def _judge_events(self, engine: Engine) -> None:
         """Whether the newest prompt that an engine told of has our hashes."""
-        if not isinstance(engine.held, Reported) or (event := engine.held.witness()) is None:
+        if not isinstance(engine.held, Reported) or (event := witness(engine.held)) is None:
             return
         model = self._models[engine.spec.model]
         try:

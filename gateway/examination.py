@@ -31,7 +31,8 @@ from connector.calibrate import (
     suspects,
 )
 from connector.errors import Inexact, WireError
-from connector.events import NoEvents, Subscription
+from connector.events import Inbox, NoEvents, Subscription
+from connector.held import Reported
 from connector.keys import KeyScheme
 from connector.parity import calibrate_text
 from connector.vllm import CacheFacts, Card, EngineControl
@@ -306,24 +307,29 @@ class Examination:
 
     async def _behaviour(self, control: EngineControl) -> None:
         """Prompts, and what comes of them."""
-        subscription = self._subscription()
-        if subscription is None:
-            await self._prompted(control, listening=False)
-            return
-        follower = asyncio.create_task(subscription.follow(self._heard))
+        inbox = Inbox(asyncio.get_running_loop())
+        subscription = self._subscription(inbox)
         try:
-            await self._prompted(control, listening=True)
+            await self._prompted(control, listening=subscription is not None)
         finally:
-            follower.cancel()
-            await asyncio.gather(follower, return_exceptions=True)
-            subscription.close()
+            if subscription is not None:
+                subscription.close()
+            inbox.close()
 
-    def _subscription(self) -> Subscription | None:
+    def _subscription(self, inbox: Inbox) -> Subscription | None:
         source = self.spec.kv_events
         if source is None:
             return None
         try:
-            return Subscription(source.connect or source.bind or "", bind=source.bind is not None)
+            subscription = Subscription(
+                inbox,
+                source.connect or source.bind or "",
+                bind=source.bind is not None,
+                replay=None,
+                held=Reported(),
+                tap=self._heard.receive,
+            )
+            subscription.open()
         except NoEvents as error:
             self._add(
                 "events",
@@ -333,6 +339,7 @@ class Examination:
                 "a gateway that runs on this machine has the address; stop it to have the events checked",
             )
             return None
+        return subscription
 
     async def _prompted(self, control: EngineControl, *, listening: bool) -> None:
         probe = _Probe(control, self.patience)

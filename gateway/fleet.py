@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 from connector.blocks import Adapter, Prefix
 from connector.calibrate import Finding
 from connector.errors import Unreachable, WireError
-from connector.events import Estimated, Held, Reported, Subscription
+from connector.events import Inbox, Subscription
+from connector.held import Estimated, Held, Reported
 from connector.landmarks import NOWHERE, Landmarks, Sent
 from connector.vllm import CacheFacts, Card, EngineControl, Load
 from connector.wire import Timeouts, Wire
@@ -224,6 +225,8 @@ class Fleet:
         self._clock = clock
         self._open = False
         self._watchers: list[asyncio.Task[None]] = []
+        self._inbox: Inbox | None = None
+        self._subscriptions: list[Subscription] = []
         self._seen_facts: dict[str, CacheFacts] = {}
 
     @property
@@ -235,15 +238,24 @@ class Fleet:
         await asyncio.gather(*(self._ask(engine, cards=True) for engine in self.engines))
         self._open = True
         self._watchers = [asyncio.create_task(self._watch(engine)) for engine in self.engines]
+        self._inbox = Inbox(asyncio.get_running_loop())
         for engine in self.engines:
-            if engine.spec.events is not None and isinstance(engine.held, Reported):
-                subscription = Subscription(engine.spec.events.address, bind=engine.spec.events.bind)
-                self._watchers.append(asyncio.create_task(self._follow(subscription, engine.held)))
+            source = engine.spec.events
+            if source is not None and isinstance(engine.held, Reported):
+                subscription = Subscription(
+                    self._inbox, source.address, bind=source.bind, replay=source.replay, held=engine.held
+                )
+                subscription.open()
+                self._subscriptions.append(subscription)
 
     async def close(self) -> None:
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
+        for subscription in self._subscriptions:
+            subscription.close()
+        if self._inbox is not None:
+            self._inbox.close()
         for engine in self.engines:
             engine.wire.close()
             await engine.control.close()
@@ -336,14 +348,6 @@ class Fleet:
             await asyncio.sleep(self._poll)
             polls += 1
             await self._ask(engine, cards=not engine.alive or polls % CARDS_EVERY == 0)
-
-    @staticmethod
-    async def _follow(subscription: Subscription, held: Reported) -> None:
-        """Take in an engine's KV events."""
-        try:
-            await subscription.follow(held)
-        finally:
-            subscription.close()
 
     async def _ask(self, engine: Engine, *, cards: bool) -> None:
         try:

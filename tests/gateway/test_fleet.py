@@ -9,7 +9,7 @@ import zmq
 
 from connector.blocks import Adapter, Prefix
 from connector.calibrate import Finding
-from connector.events import DEFAULT_BLOCKS
+from connector.held import DEFAULT_BLOCKS
 from connector.landmarks import Landmarks
 from connector.vllm import CacheFacts
 from connector.wire import Timeouts
