@@ -31,6 +31,7 @@ _WANTED = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting{",
     "vllm:kv_cache_usage_perc",
+    "process_start_time_seconds",
 )
 
 
@@ -86,6 +87,10 @@ class Load:
     waiting: float
     cache_usage: float
     """Share of the engine's KV blocks in use, 0 to 1."""
+    started: float | None = None
+    """When its HTTP server's process began, in seconds since 1970 by its machine's clock. The server ends with the
+    engine, so another moment is another engine. None where several servers share the work (--api-server-count), as
+    prometheus_client tells nothing of processes then (get_prometheus_registry in vllm/v1/metrics/prometheus.py)."""
 
 
 class EngineControl:
@@ -306,7 +311,13 @@ def _load(values: Mapping[str, Sequence[float]]) -> Load | None:
     )
     if not running or not waiting or not usage:
         return None
-    return Load(running=sum(running), waiting=sum(waiting), cache_usage=fmean(usage))
+    started = values.get("process_start_time_seconds")
+    return Load(
+        running=sum(running),
+        waiting=sum(waiting),
+        cache_usage=fmean(usage),
+        started=started[0] if started is not None and len(started) == 1 else None,
+    )
 
 
 __all__ = ["CacheFacts", "Card", "EngineControl", "EventSource", "Load", "WireError"]

@@ -1,5 +1,7 @@
 """What a simulated engine counts, under the names and labels of vLLM 0.32 (vllm/v1/metrics/loggers.py)."""
 
+import time
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -53,6 +55,10 @@ class Metrics:
             "request_prefill_kv_computed_tokens", "Prompt tokens computed for a request.", TOKENS
         )
         self._cache_info(block_size, blocks, algorithm)
+        started = Gauge(
+            "process_start_time_seconds", "Start time of the process since unix epoch.", registry=self._registry
+        )
+        started.set(time.time())
 
     def text(self) -> bytes:
         """The exposition, as Prometheus reads it."""

@@ -99,6 +99,22 @@ async def test_the_cache_and_the_load() -> None:
     assert [request.target for request in peer.requests] == ["/metrics"]
 
 
+@pytest.mark.parametrize(
+    ("said", "started"),
+    [
+        ("", None),
+        ("process_start_time_seconds 1.79603e+09\n", 1_796_030_000.0),
+        ("process_start_time_seconds 1.0\nprocess_start_time_seconds 2.0\n", None),
+    ],
+)
+async def test_when_the_engine_began(said: str, started: float | None) -> None:
+    async with controlled(answers(text(METRICS + said))) as (control, _):
+        _, load = await control.metrics()
+
+    assert load is not None
+    assert load.started == started
+
+
 async def test_data_parallel_ranks_are_one_engine() -> None:
     """Requests add up; of the caches, which have one size, the mean is the share in use."""
     said = "".join(
