@@ -33,7 +33,7 @@ DEFAULT_BLOCKS = 65_536
 KEY_BYTES = 8
 KEY_COST = sys.getsizeof(bytes(KEY_BYTES)) + 7
 """Bytes that a key takes, with what Python's allocator rounds it up by. With the tables around it a block of
-a long chain takes 90 to 120, one that is a whole prompt up to 160, an estimated one up to 190."""
+a chain takes 75 to 110, one that is a whole prompt 100 to 170, an estimated one 120 to 165."""
 FULL_ATTENTION = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 """Kinds of groups that need a prompt's whole prefix (KVCacheSpecKind in vllm/v1/kv_cache_interface.py)."""
 MAX_GROUPS = 64

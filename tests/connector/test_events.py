@@ -85,7 +85,7 @@ class Following:
     def __init__(self, *, replay: bool = False) -> None:
         self.held = Reported()
         self.asked: list[int] = []
-        self.follower = Follower(self.held, self.asked.append if replay else None)
+        self.follower = Follower(self.held, (lambda start, _: self.asked.append(start)) if replay else None)
 
     def live(self, number: int, *batch: object) -> None:
         self.follower.live(message(number, *batch))
@@ -302,6 +302,25 @@ def test_a_replay_that_begins_late_forgets_what_came_before_it() -> None:
     one.end()
     assert [one.run(name) for name in (1, 2, 3, 4)] == [0, 1, 1, 1]
     assert (one.held.failed, one.held.replays, one.held.forgotten) == (1, 0, 1)
+
+
+def test_the_rest_of_a_replay_is_asked_for_while_more_of_it_comes() -> None:
+    one = Following(replay=True)
+    one.live(0, stored(1))
+    one.live(9, stored(9))
+    one.replayed(1, stored(11))
+    one.replayed(2, stored(12))
+    one.replayed(5, stored(15))
+    assert one.asked == [1, 3]
+    for number in range(3, 6):
+        one.replayed(number, stored(10 + number))
+    one.end()
+    assert one.asked == [1, 3, 6]
+    for number in range(6, 10):
+        one.replayed(number, stored(10 + number))
+    one.end()
+    assert [one.run(name) for name in (1, 12, 15, 18, 9)] == [1, 1, 1, 1, 0]
+    assert (one.held.replays, one.held.failed, one.held.forgotten) == (1, 0, 0)
 
 
 def test_a_replay_that_has_nothing_forgets() -> None:
@@ -700,12 +719,25 @@ async def test_an_endless_replay_ends_by_itself(mute: tuple[Mute, str, str], mon
     engine, address, again = mute
     held = Reported()
     async with subscribed(address, held, replay=again):
-        client, start = await engine.asked()
+        client, number = await engine.asked()
         while not held.failed:
-            engine.router.send_multipart([client, b"", *message(start, stored(1))])
-            start += 1
+            engine.router.send_multipart([client, b"", *message(number, stored(1))])
+            number += 1
             await asyncio.sleep(0.01)
-        assert start > 1
+        assert number > 1
+
+
+async def test_the_rest_of_a_replay_that_falls_silent_is_asked_for(mute: tuple[Mute, str, str]) -> None:
+    engine, address, again = mute
+    held = Reported()
+    async with subscribed(address, held, replay=again):
+        client, _ = await engine.asked()
+        engine.router.send_multipart([client, b"", *message(0, stored(1))])
+        client, start = await engine.asked()
+        assert start == 1
+        engine.router.send_multipart([client, b"", b"", events.END, b""])
+        await until(lambda: held.replays == 1)
+        assert held.run(prefix(1)) == 1
 
 
 async def test_the_fleet_may_tell_of_a_restart(mute: tuple[Mute, str, str]) -> None:

@@ -3,6 +3,7 @@
 import random
 import tracemalloc
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -87,6 +88,28 @@ def test_an_estimate_is_an_lru_of_blocks(seed: int) -> None:
         assert len(held) == len(used)
         other = random_path(chance)
         assert held.run(prefix(*other)) == run_of(used, keys(*other))
+
+
+class Counted(tuple[bytes, ...]):
+    """Hashes that count how often one is looked at."""
+
+    looks: list[int]
+
+    def __getitem__(self, at: Any) -> Any:
+        self.looks.append(1)
+        return super().__getitem__(at)
+
+
+@pytest.mark.parametrize("held", [0, 1, 5000, 7999, 8000])
+def test_a_long_chain_is_found_in_few_steps(held: int) -> None:
+    hashes = Counted(random.Random(held).randbytes(32) for _ in range(8000))
+    hashes.looks = []
+    long = Prefix(tokens=8000 * SIZE + 1, block_size=SIZE, hashes=hashes)
+    estimated, reported = Estimated(), Reported()
+    estimated.computed(Prefix(tokens=held * SIZE, block_size=SIZE, hashes=tuple(list(hashes)[:held])))
+    reported.stored([one[-8:] for one in list(hashes)[:held]], None, SIZE, 0, None)
+    assert [estimated.run(long), reported.run(long)] == [held, held]
+    assert len(hashes.looks) <= 2 * 14
 
 
 # Blocks, and what an engine reports
