@@ -85,23 +85,13 @@ class CacheAware:
         """Nothing is learned."""
 
     def explain(self, job: Job, candidates: Sequence[Candidate]) -> dict[str, dict[str, float]]:
-        """The terms of `work` for each engine that can answer, as they add up, in tokens; nothing is remembered."""
+        """`work` on each engine that can answer. Nothing is remembered."""
         able = able_to_answer(candidates)
         held = [_held(job, candidate) for candidate in able]
         shared = _see(deepcopy(self._shared), job, able)
         queues = _queues(self._pressure.now(able), self._pressure.lately(able))
-        return {
-            candidate.id: {
-                "work_tokens": terms.work,
-                "compute_tokens": terms.compute,
-                "load_tokens": terms.load,
-                "queue_tokens": terms.queue,
-                "stay_tokens": -terms.stay,
-                "shared_tokens": shared.tokens,
-                "shared_by_conversations": shared.ways,
-            }
-            for candidate, terms in zip(able, self._weighed(job, able, held, shared, queues), strict=True)
-        }
+        weighed = self._weighed(job, able, held, shared, queues)
+        return {candidate.id: {"work_tokens": terms.work} for candidate, terms in zip(able, weighed, strict=True)}
 
     def _price(self, job: Job) -> float:
         """What a token costs that the pool gives, a computed one being 1."""
