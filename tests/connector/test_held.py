@@ -90,7 +90,7 @@ def test_an_estimate_is_an_lru_of_blocks(seed: int) -> None:
         assert held.run(prefix(*other)) == run_of(used, keys(*other))
 
 
-class Counted(tuple[bytes, ...]):
+class Counted(tuple[bytes, ...]):  # noqa: SLOT001 -- a tuple can have none
     """Hashes that count how often one is looked at."""
 
     looks: list[int]
@@ -102,7 +102,8 @@ class Counted(tuple[bytes, ...]):
 
 @pytest.mark.parametrize("held", [0, 1, 5000, 7999, 8000])
 def test_a_long_chain_is_found_in_few_steps(held: int) -> None:
-    hashes = Counted(random.Random(held).randbytes(32) for _ in range(8000))
+    chance = random.Random(held)
+    hashes = Counted(chance.randbytes(32) for _ in range(8000))
     hashes.looks = []
     long = Prefix(tokens=8000 * SIZE + 1, block_size=SIZE, hashes=hashes)
     estimated, reported = Estimated(), Reported()
