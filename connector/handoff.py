@@ -22,6 +22,8 @@ from connector.splice import spliced
 
 OWNED = frozenset({"cache_salt", "kv_transfer_params", "ec_transfer_params"})
 """Fields that a client cannot set."""
+_HIDDEN = OWNED | {"kv_cache_report_mode"}
+"""And in vllm_xargs: the last makes an engine tell of blocks as stored that it had, which are then counted twice."""
 
 _ANSWER_ONLY = frozenset(
     {
@@ -160,6 +162,6 @@ def _send(
 def _unhide(body: Mapping[str, Any], changes: dict[str, bytes | None]) -> None:
     """Take what a client cannot set out of vllm_xargs as well."""
     arguments = body.get("vllm_xargs")
-    if isinstance(arguments, dict) and not OWNED.isdisjoint(arguments):
-        kept = {name: value for name, value in arguments.items() if name not in OWNED}
+    if isinstance(arguments, dict) and not _HIDDEN.isdisjoint(arguments):
+        kept = {name: value for name, value in arguments.items() if name not in _HIDDEN}
         changes["vllm_xargs"] = orjson.dumps(kept)

@@ -17,8 +17,8 @@ prompt's, and bear the hash of the last (BlockHashListWithBlockSize in vllm/v1/c
 groups with full attention are kept, since they alone need the whole prefix; a prompt's run is the
 shortest of theirs.
 
-An engine's `vllm_xargs: {"kv_cache_report_mode": "full"}`, set by a request, makes it tell of blocks anew that
-it had; they then count as one copy more, and are thought to be held after they were given up.
+A request with `vllm_xargs: {"kv_cache_report_mode": "full"}` would make an engine tell of blocks anew that it
+had, as one copy more; the gateway takes that out of what clients send (connector/handoff.py).
 """
 
 import sys

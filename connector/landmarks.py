@@ -6,7 +6,6 @@ tokens are not known, to whom text that begins so went lately.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -28,6 +27,15 @@ class Landmarks:
     keys: tuple[bytes, ...] = ()
     apart: int = APART
     """Tokens from one to the next."""
+    whole: bytes = b""
+    """A name for all of the prompt that a cache can give; empty where there is none."""
+    tokens: int = 0
+    """How many tokens that is."""
+
+    @property
+    def names(self) -> tuple[bytes, ...]:
+        """All of them, the one for the whole last."""
+        return (*self.keys, self.whole) if self.whole else self.keys
 
 
 NOWHERE = Landmarks()
@@ -38,7 +46,11 @@ def of_prefix(prefix: Prefix) -> Landmarks:
     """The landmarks of hashed blocks: each names all that is before it, salt and adapter included."""
     step = max(1, APART // prefix.block_size)
     reusable = prefix.hashes[: prefix.reusable]
-    return Landmarks(tuple(block[-KEY_BYTES:] for block in reusable[step - 1 :: step]), step * prefix.block_size)
+    whole = reusable[-1][-KEY_BYTES:] if reusable else b""
+    keys = tuple(block[-KEY_BYTES:] for block in reusable[step - 1 :: step])
+    if keys and keys[-1] == whole:
+        whole = blake2b(whole, digest_size=KEY_BYTES).digest()  # a name of its own
+    return Landmarks(keys, step * prefix.block_size, whole, len(reusable) * prefix.block_size)
 
 
 def of_text(text: bytes, domain: bytes) -> Landmarks:
@@ -49,7 +61,8 @@ def of_text(text: bytes, domain: bytes) -> Landmarks:
     for start in range(0, len(text) - piece + 1, piece):
         digest.update(text[start : start + piece])
         keys.append(digest.copy().digest())
-    return Landmarks(tuple(keys))
+    digest.update(text[len(keys) * piece :])
+    return Landmarks(tuple(keys), whole=digest.digest(), tokens=len(text) // TOKEN_BYTES)
 
 
 class Sent:
@@ -60,29 +73,45 @@ class Sent:
         self._keys: OrderedDict[bytes, int] = OrderedDict()
         """How many requests are computing each now."""
 
-    def begin(self, landmarks: Sequence[bytes]) -> None:
+    def begin(self, landmarks: Landmarks) -> None:
         """A request goes there; its prompt is being computed until `done`."""
         keys = self._keys
-        for key in reversed(landmarks):  # the tail is forgotten first: a head outlives what stands on it
+        for key in reversed(landmarks.names):  # the tail is forgotten first: a head outlives what stands on it
             keys[key] = keys.get(key, 0) + 1
             keys.move_to_end(key)
         while len(keys) > self._most:
             keys.popitem(last=False)
 
-    def done(self, landmarks: Sequence[bytes]) -> None:
+    def done(self, landmarks: Landmarks) -> None:
         """Its first byte is there, or it came to nothing."""
-        for key in landmarks:
+        for key in landmarks.names:
             count = self._keys.get(key)
             if count:
                 self._keys[key] = count - 1
 
-    def under_way(self, landmarks: Sequence[bytes]) -> int:
-        """How many leading landmarks of a prompt are being computed."""
-        return _leading(self._keys, landmarks, least=1)
+    def under_way(self, landmarks: Landmarks) -> int:
+        """How many leading tokens of a prompt are being computed."""
+        return self._leading(landmarks, least=1)
 
-    def lately(self, landmarks: Sequence[bytes]) -> int:
-        """How many leading landmarks of a prompt were sent there, and are remembered."""
-        return _leading(self._keys, landmarks, least=0)
+    def lately(self, landmarks: Landmarks) -> int:
+        """How many leading tokens of a prompt were sent there, and are remembered."""
+        return self._leading(landmarks, least=0)
+
+    def _leading(self, landmarks: Landmarks, least: int) -> int:
+        """Who has a landmark has those before it: halve until the last one is found."""
+        keys, found = self._keys, self._keys.get
+        if not keys:
+            return 0
+        if landmarks.whole and found(landmarks.whole, -1) >= least:
+            return landmarks.tokens
+        low, high = 0, len(landmarks.keys)
+        while low < high:
+            middle = (low + high) // 2
+            if found(landmarks.keys[middle], -1) >= least:
+                low = middle + 1
+            else:
+                high = middle
+        return low * landmarks.apart
 
     def forget(self) -> None:
         """The engine was away: what it was given before is lost. What is under way counts no more."""
@@ -90,15 +119,3 @@ class Sent:
 
     def __len__(self) -> int:
         return len(self._keys)
-
-
-def _leading(keys: OrderedDict[bytes, int], landmarks: Sequence[bytes], least: int) -> int:
-    """Who has a landmark has those before it: halve until the last one is found."""
-    low, high = 0, len(landmarks)
-    while low < high:
-        middle = (low + high) // 2
-        if keys.get(landmarks[middle], -1) >= least:
-            low = middle + 1
-        else:
-            high = middle
-    return low

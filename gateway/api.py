@@ -6,7 +6,7 @@ Every path that is listed in neither is refused, never proxied. Errors are OpenA
 import asyncio
 import hmac
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from connector.held import Reported
 from connector.vllm import Card
 from gateway.agreement import Agreement
 from gateway.cors import Cors
@@ -177,6 +178,20 @@ def _alive(fleet: Fleet, model: str) -> int:
     return sum(e.alive and e.spec.model == model and e.spec.role != "prefill" for e in fleet.engines)
 
 
+_EVENTS: dict[str, tuple[str, Callable[[Reported], int]]] = {
+    "kv_events_total": ("KV events taken in.", lambda held: held.events),
+    "kv_event_messages_total": ("Messages of KV events that came.", lambda held: held.received),
+    "kv_event_gaps_total": ("Times that messages were missing.", lambda held: held.gaps),
+    "kv_event_replays_total": ("Times that an engine told again what was missed.", lambda held: held.replays),
+    "kv_event_replays_failed_total": ("Times that it could not.", lambda held: held.failed),
+    "kv_event_bad_total": ("KV events and messages of them that could not be read.", lambda held: held.bad),
+    "kv_event_forgotten_total": (
+        "Times that all was forgotten that an engine was thought to hold, since some of it may be gone.",
+        lambda held: held.forgotten,
+    ),
+}
+
+
 def engine_gauges(fleet: Fleet) -> Mapping[str, tuple[str, list[tuple[str, float]]]]:
     """Name to its text and its value for each engine."""
     return {
@@ -184,6 +199,22 @@ def engine_gauges(fleet: Fleet) -> Mapping[str, tuple[str, list[tuple[str, float
         "engine_requests": ("Requests of this gateway under way.", [(e.id, e.requests) for e in fleet.engines]),
         "engine_backlog_tokens": ("Prompt tokens not yet computed.", [(e.id, e.backlog) for e in fleet.engines]),
         "engine_held_blocks": ("Blocks the engine is thought to hold.", [(e.id, len(e.held)) for e in fleet.engines]),
+        "engine_held_bytes": (
+            "Bytes of memory that knowing those blocks takes.",
+            [(e.id, e.held.held_bytes) for e in fleet.engines],
+        ),
+        "engine_blocks_evicted_total": (
+            "Blocks forgotten since the engine cannot have room for so many.",
+            [(e.id, e.held.evicted) for e in fleet.engines],
+        ),
+        "engine_signal_age_seconds": (
+            "Since the engine last told how busy it is.",
+            [(e.id, age) for e in fleet.engines if (age := fleet.signal_age(e)) is not None],
+        ),
+        **{
+            name: (text, [(e.id, read(e.held)) for e in fleet.engines if isinstance(e.held, Reported)])
+            for name, (text, read) in _EVENTS.items()
+        },
         "engine_breaker": (
             "Circuit breaker: 0 closed, 1 half open (one request tries the engine), 2 open (it gets none).",
             [(e.id, float(e.breaker.state)) for e in fleet.engines],

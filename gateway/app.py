@@ -39,6 +39,7 @@ from gateway.serve import Bounds, Serve
 from gateway.settle import Settle
 from gateway.tenants import Tenant, Tenants
 from gateway.trace import Telemetry
+from policies.guard import Guarded
 from policies.least_loaded import LeastLoaded
 from policies.load import load as load_policy
 
@@ -73,7 +74,13 @@ def build(settings: config.Config) -> House:
     cors = Cors(settings.listen.cors.origins)
     limits = Limits(time.monotonic)
     agreements = {name: Agreement(name, telemetry.checks, every=settings.self_check.audit_every) for name in models}
-    policy = load_policy(settings.policy.use, settings.policy.settings)
+    fallback = LeastLoaded()
+    policy = Guarded(
+        load_policy(settings.policy.use, settings.policy.settings),
+        fallback,
+        clock=time.perf_counter,
+        count=telemetry.policy_failures.inc,
+    )
     auditor = Auditor(
         fleet=fleet,
         models=models,
@@ -81,7 +88,6 @@ def build(settings: config.Config) -> House:
         checks=telemetry.checks,
         calibrates=settings.self_check.calibrate,
     )
-    fallback = LeastLoaded()
     decides = partial(
         Placing,
         tenants=tenants,
@@ -90,7 +96,6 @@ def build(settings: config.Config) -> House:
         auditor=auditor,
         fleet=fleet,
         policy=policy,
-        fallback=fallback,
     )
     placing = decides(telemetry=telemetry)
     explain = Explain(

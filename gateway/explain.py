@@ -28,8 +28,9 @@ from gateway.bodies import Call, read_object
 from gateway.endpoints import ENDPOINTS, Endpoint
 from gateway.errors import BadRequest, Unavailable
 from gateway.fleet import Engine, Fleet
-from gateway.placing import Placing, Prompt, among, divides
+from gateway.placing import Placing, Prompt, divides
 from gateway.tenants import Tenant, Tenants
+from policies.guard import Guarded, among
 from policies.interface import Candidate, Job, NoCapacity, Placement, Policy, Role, expected, uncached
 
 log = logging.getLogger("moongate")
@@ -200,7 +201,7 @@ class Explain:
         tenants: Tenants,
         placing: Placing,
         fleet: Fleet,
-        policy: Policy,
+        policy: Guarded,
         fallback: Policy,
         name: str,
         settings: Mapping[str, Any],
@@ -237,7 +238,7 @@ class Explain:
         prompt = await placing.know(call)
         candidates, unplaced = self._survey(call, prompt)
         began = time.perf_counter()
-        residency = await placing.look_up(call, prompt, candidates) if candidates else None
+        residency = await placing.look_up(call, prompt) if candidates else None
         took = (time.perf_counter() - began) * 1000
         known = _Known(call, prompt, candidates, residency, took, placing.job(call, prompt, residency))
         placement: PlacementTold | None = None
@@ -283,7 +284,7 @@ class Explain:
         """What the policy would choose now and what it weighs; or why there is no choice. The policy is left alone."""
         job, candidates = known.job, known.candidates
         try:
-            policy, fallback = copy.deepcopy((self._policy, self._fallback))
+            policy, fallback = copy.deepcopy((self._policy.policy, self._fallback))
         except Exception as error:  # noqa: BLE001 - what a policy keeps is its own
             return None, {}, f"the policy's state cannot be copied ({type(error).__name__}), so it was not asked"
         terms = _terms(policy, job, candidates)

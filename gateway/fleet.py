@@ -87,6 +87,7 @@ class Engine:
         self.headers: tuple[tuple[bytes, bytes], ...] = (*key, *rank)
         self.held: Held = Estimated() if spec.events is None else Reported()
         self.sent = Sent()
+        self.subscription: Subscription | None = None
         self.cards: tuple[Card, ...] = ()
         self.version: str | None = None
         self.facts = NOTHING
@@ -118,9 +119,7 @@ class Engine:
 
         Where what it holds cannot be told, the prompt being inexact or its hashes others than ours: they were sent.
         """
-        told = exact and self.pooled
-        count = self.sent.under_way(landmarks.keys) if told else self.sent.lately(landmarks.keys)
-        return count * landmarks.apart
+        return self.sent.under_way(landmarks) if exact and self.pooled else self.sent.lately(landmarks)
 
     @property
     def pooled(self) -> bool:
@@ -140,18 +139,20 @@ class Engine:
         self.finding, self._found_at = finding, now
 
     def heard(self, load: Load | None, now: float) -> None:
-        if load is not None:
-            self._load, self._load_at = load, now
+        """What it says of its load. If it began at another moment than it said before, it holds nothing of before."""
+        if load is None:
+            return
+        if self._load is not None and None is not self._load.started != load.started is not None:
+            log.warning("engine %s has begun anew", self.id)
+            self._forget()
+        self._load, self._load_at = load, now
 
     def lost(self, trouble: str) -> None:
         """It is away. What it held may be gone when it is back."""
         if self.trouble != trouble:
             log.warning("engine %s is out: %s", self.id, trouble)
         self.trouble = trouble
-        self.finding = None
-        self.held.clear()
-        self.sent.forget()
-        self.fingerprint.forget()
+        self._forget()
 
     def missed(self, trouble: str) -> None:
         """A poll failed. One alone may be the machine's or the network's pause, and takes nobody out."""
@@ -159,12 +160,23 @@ class Engine:
         if not self.alive or self._misses >= MISSES:
             self.lost(trouble)
 
+    def _forget(self) -> None:
+        """It may be another one now."""
+        self.finding = None
+        self.held.clear()
+        self.sent.forget()
+        self.fingerprint.forget()
+        if self.subscription is not None:
+            self.subscription.restarted()
+
     def back(self, since: float | None) -> None:
         """It is well, since now or, at the gateway's start, since nobody knows when."""
         self._misses = 0
         if self.trouble is not None:
             log.info("engine %s is in", self.id)
             self.since = since
+            if self.subscription is not None:
+                self.subscription.restarted()
         self.trouble = None
 
 
@@ -173,7 +185,7 @@ class Lease:
 
     __slots__ = ("_backlog", "_landmarks", "_prefix", "_released", "engine")
 
-    def __init__(self, engine: Engine, backlog: int, prefix: Prefix | None, landmarks: Sequence[bytes]) -> None:
+    def __init__(self, engine: Engine, backlog: int, prefix: Prefix | None, landmarks: Landmarks) -> None:
         self.engine = engine
         self._backlog = backlog
         self._prefix = prefix
@@ -202,7 +214,7 @@ class Lease:
         self.engine.backlog -= self._backlog
         self._backlog = 0
         self.engine.sent.done(self._landmarks)
-        self._landmarks = ()
+        self._landmarks = NOWHERE
 
 
 class Fleet:
@@ -226,7 +238,6 @@ class Fleet:
         self._open = False
         self._watchers: list[asyncio.Task[None]] = []
         self._inbox: Inbox | None = None
-        self._subscriptions: list[Subscription] = []
         self._seen_facts: dict[str, CacheFacts] = {}
 
     @property
@@ -246,14 +257,15 @@ class Fleet:
                     self._inbox, source.address, bind=source.bind, replay=source.replay, held=engine.held
                 )
                 subscription.open()
-                self._subscriptions.append(subscription)
+                engine.subscription = subscription
 
     async def close(self) -> None:
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
-        for subscription in self._subscriptions:
-            subscription.close()
+        for engine in self.engines:
+            if engine.subscription is not None:
+                engine.subscription.close()
         if self._inbox is not None:
             self._inbox.close()
         for engine in self.engines:
@@ -314,17 +326,21 @@ class Fleet:
             running=load.running if load is not None else None,
             cache_usage=load.cache_usage if load is not None else None,
             signal_age=age,
-            likely_tokens=engine.likely(landmarks, prefix is not None) if landmarks.keys else 0,
+            likely_tokens=engine.likely(landmarks, prefix is not None),
             since=now - engine.since if engine.since is not None else None,
             pooled=engine.pooled,
         )
+
+    def signal_age(self, engine: Engine) -> float | None:
+        """Seconds since the engine told of its load; None where it has not."""
+        return engine.signals(self._clock(), 0.0)[1]
 
     def engine(self, engine_id: str) -> Engine:
         """The engine of that id. Raises `KeyError`."""
         return self._engines[engine_id]
 
     def lease(
-        self, engine_id: str, backlog: int, prefix: Prefix | None = None, landmarks: Sequence[bytes] = ()
+        self, engine_id: str, backlog: int, prefix: Prefix | None = None, landmarks: Landmarks = NOWHERE
     ) -> Lease:
         """Count a request on an engine until it is released.
 

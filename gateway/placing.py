@@ -68,17 +68,15 @@ class Placing:
         auditor: Auditor,
         fleet: Fleet,
         policy: Policy,
-        fallback: Policy,
         telemetry: Telemetry,
     ) -> None:
-        """`models` are by every name that clients may use; `fallback` places a request where `policy` fails to."""
+        """`models` are by every name that clients may use."""
         self._tenants = tenants
         self._models = models
         self._agreements = agreements
         self._auditor = auditor
         self._fleet = fleet
         self._policy = policy
-        self._fallback = fallback
         self._telemetry = telemetry
         self._sick_pools: set[str] = set()
 
@@ -131,10 +129,17 @@ class Placing:
             raise Unavailable(f"No engine for {call.model.name} is available; try again shortly.")
         return candidates
 
-    async def look_up(self, call: Call, prompt: Prompt, candidates: Sequence[Candidate]) -> Residency | None:
-        """What the pool holds of the prompt; None where there is nothing to ask about, or no use in it."""
+    async def look_up(self, call: Call, prompt: Prompt) -> Residency | None:
+        """What the pool holds of the prompt; None where there is nothing to ask about, or no use in it.
+
+        There is none where each engine holds all that a cache can give: the answer would change neither where the
+        request goes nor what is predicted of it.
+        """
         pool = call.model.pool
         if pool is None or prompt.prefix is None or prompt.keys is None or not prompt.prefix.reusable:
+            return None
+        candidates = self.survey(call, prompt)
+        if all(candidate.own_tokens >= prompt.reusable_tokens for candidate in candidates):
             return None
         if not any(candidate.pooled for candidate in candidates):
             self._telemetry.inexact.inc(call.model.name, "engines_disagree")
@@ -159,23 +164,17 @@ class Placing:
             pool_tokens=run * prompt.prefix.block_size if run is not None and prompt.prefix is not None else None,
             session=call.session,
             landmarks=prompt.landmarks.keys,
+            whole=prompt.landmarks.whole,
             landmark_tokens=prompt.landmarks.apart,
+            block_tokens=prompt.prefix.block_size if prompt.prefix is not None else 1,
         )
 
     def place(self, job: Job, candidates: Sequence[Candidate]) -> Placement:
         """The policy's choice. Raises `Unavailable` where no candidate can take it."""
         try:
-            placement = among(candidates, self._policy.place(job, candidates))
+            return self._policy.place(job, candidates)
         except NoCapacity as error:
             raise Unavailable(f"{job.model}: {error}; try again shortly.") from None
-        except Exception:
-            log.exception("the policy failed; least_loaded placed the request")
-            self._telemetry.policy_failures.inc()
-            try:
-                placement = self._fallback.place(job, candidates)
-            except NoCapacity as error:
-                raise Unavailable(f"{job.model}: {error}; try again shortly.") from None
-        return placement
 
     def _model(self, tenant: Tenant, name: str) -> tuple[Model, Adapter | None]:
         """The model that is meant by a name: its own, an alias, or an adapter's."""
@@ -269,15 +268,6 @@ def _landmarks_of(call: Call) -> Landmarks:
 
 def _is_billing(text: object) -> bool:
     return isinstance(text, str) and text.startswith(BILLING)
-
-
-def among(candidates: Sequence[Candidate], placement: Placement) -> Placement:
-    """The placement, if every engine that it names is a candidate."""
-    known = {candidate.id for candidate in candidates}
-    for name in (placement.engine, placement.prefill or placement.engine, *placement.spares):
-        if name not in known:
-            raise ValueError(f"the policy named an engine that is no candidate: {name}")
-    return placement
 
 
 def divides(call: Call, prompt: Prompt) -> bool:

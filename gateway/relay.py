@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from connector.blocks import Prefix
 from connector.errors import Exhausted, TimedOut, Unreachable, WireError
+from connector.landmarks import NOWHERE, Landmarks
 from connector.wire import Answer
 from gateway.dialects import Dialect, Usage, gave_up, usage
 from gateway.encodings import CODINGS, Undecodable, codings, decoder, unpacked
@@ -79,7 +80,7 @@ class Leg(Struct, frozen=True):
     """Path and query."""
     body: Sequence[bytes]
     prefix: Prefix | None = None
-    landmarks: Sequence[bytes] = ()
+    landmarks: Landmarks = NOWHERE
     method: str = "POST"
     dialect: Dialect = Dialect.CHAT
     content_type: bytes | None = None

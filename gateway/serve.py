@@ -6,13 +6,14 @@
     tokenize   the prompt's token ids, as the engine would have  connector.render, connector.tokens
     hash       ids and salt to the engine's own block hashes     connector.blocks
     charge     the prompt's tokens, to the tenant's budget       limits
-    survey     which engines are there, and what each holds      fleet
     look up    how many leading blocks the pool holds            connector.mooncake
+    survey     which engines are there, and what each holds      fleet
     place      one engine, or a prefill and a decode engine      policies
     relay      one leg, or two, and the bytes to the client      relay, connector.handoff
     settle     predicted against actual, usage, the span         settle
 
-The steps that decide, from tokenize to place, stand in gateway/placing.py.
+The steps that decide, from tokenize to place, stand in gateway/placing.py. From the survey until the engine
+is leased nothing is waited for, so that requests that come together see each other.
 
 Each step takes what the step before it made and returns a new frozen value. A step that cannot know
 something says so and the request goes on without it: it is then placed by load. All of them up to the
@@ -185,23 +186,24 @@ class Serve:
         prompt = await self._placing.know(call)
         trace.step("tokenize and hash")
         self._charge(call, prompt)
-        candidates = self._survey(call, prompt)
-        residency = await self._placing.look_up(call, prompt, candidates)
+        residency = await self._placing.look_up(call, prompt)
         trace.step("look up")
+        ids = self._ids(call, prompt)
+        headers = ((b"x-request-id", exchange.request_id), *trace.context())
+        leg = await self._answer_leg(call, prompt, ids, headers)
+        deadline = self._relay.deadline()
+        candidates = self._survey(call, prompt)
         job = self._placing.job(call, prompt, residency)
         placement = self._placing.place(job, candidates)
         self._telemetry.placements.inc(job.model, placement.prefill or placement.engine, placement.reason)
         trace.step("place")
         if trace.recorded:
             _note(trace, call, prompt, residency, placement)
-        plan = Plan(call, prompt, job, candidates, placement, self._ids(call, prompt))
-        headers = ((b"x-request-id", exchange.request_id), *trace.context())
-        deadline = self._relay.deadline()
+        plan = Plan(call, prompt, job, candidates, placement, ids)
         try:
             if placement.prefill is None or not divides(call, prompt):
-                leg = await self._answer_leg(plan, headers)
                 return await self._relay.open(leg, self._targets(plan), deadline), self._account(plan)
-            return await self._open_apart(trace, plan, headers, deadline)
+            return await self._open_apart(trace, plan, leg, deadline)
         except GatewayError:
             self._settle.failed(placement)
             raise
@@ -258,11 +260,9 @@ class Serve:
                 raise Unavailable("The engine that keeps this response is not available; try again shortly.")
         return candidates
 
-    async def _open_apart(
-        self, trace: Trace, plan: Plan, headers: Sequence[tuple[bytes, bytes]], deadline: float
-    ) -> tuple[Reply, Account]:
+    async def _open_apart(self, trace: Trace, plan: Plan, leg: Leg, deadline: float) -> tuple[Reply, Account]:
         """Prefill on one engine, the last block seen in the pool, then decode on the engine that suits best now."""
-        first = await self._prefill(plan, headers, deadline)
+        first = await self._prefill(plan, leg.headers, deadline)
         trace.step("prefill")
         if first is not None and first.status >= 400:
             return first, self._account(plan)
@@ -277,7 +277,7 @@ class Serve:
         decode = replace(plan, job=job, candidates=candidates, placement=placement)
         targets = self._targets(decode, first.lease.engine.id if first is not None else None)
         try:
-            reply = await self._relay.open(await self._answer_leg(decode, headers), targets, deadline)
+            reply = await self._relay.open(leg, targets, deadline)
         except GatewayError:
             self._telemetry.handoffs.inc(plan.call.model.name, "decode_failed")
             raise
@@ -312,11 +312,9 @@ class Serve:
         """The prompt alone. Of an endpoint that is no chat and no completion, by its ids, as a completion."""
         call, prompt = plan.call, plan.prompt
         if call.endpoint.prompt in AUDITED or prompt.known is None:
-            return Leg(
-                call.target, await to_prefill(call, plan.ids), prompt.prefix, prompt.landmarks.keys, headers=headers
-            )
+            return Leg(call.target, await to_prefill(call, plan.ids), prompt.prefix, prompt.landmarks, headers=headers)
         body = ids_body(call.rename or call.body["model"], prompt.known.ids(), call.salt)
-        return Leg("/v1/completions", (body,), prompt.prefix, prompt.landmarks.keys, headers=headers)
+        return Leg("/v1/completions", (body,), prompt.prefix, prompt.landmarks, headers=headers)
 
     async def _handed_over(self, plan: Plan) -> bool:
         """Wait until the pool has the prompt's last full block: a prefill's answer comes before its blocks."""
@@ -330,13 +328,15 @@ class Serve:
         return seen
 
     @staticmethod
-    async def _answer_leg(plan: Plan, headers: Sequence[tuple[bytes, bytes]]) -> Leg:
-        call, endpoint = plan.call, plan.call.endpoint
+    async def _answer_leg(
+        call: Call, prompt: Prompt, ids: Sequence[int] | None, headers: Sequence[tuple[bytes, bytes]]
+    ) -> Leg:
+        endpoint = call.endpoint
         return Leg(
             call.target,
-            await to_answer(call, plan.ids),
-            plan.prompt.prefix,
-            plan.prompt.landmarks.keys,
+            await to_answer(call, ids),
+            prompt.prefix,
+            prompt.landmarks,
             dialect=endpoint.dialect,
             content_type=call.content_type,
             hide_usage=endpoint.asks_usage and not wants_usage(call.body),
@@ -345,7 +345,11 @@ class Serve:
 
     def _account(self, plan: Plan, prefilled: Result | None = None) -> Account:
         call, prompt = plan.call, plan.prompt
-        known = prompt.prefix is not None and (call.model.pool is None or plan.job.pool_tokens is not None)
+        known = prompt.prefix is not None and (
+            call.model.pool is None
+            or plan.job.pool_tokens is not None
+            or all(candidate.own_tokens >= prompt.reusable_tokens for candidate in plan.candidates)
+        )
         return Account(
             call.tenant,
             plan.job,

@@ -93,7 +93,7 @@ class Settle:
             trace.fact("moongate.decode.cached_tokens", result.cached_tokens if account.prefilled else None)
             trace.fact("moongate.completion_tokens", completion)
             trace.fact("moongate.ttft_seconds", result.ttft)
-        self._observe(account.placement, Outcome(result.ok, result.engine, result.ttft, actual))
+        self._policy.observe(account.placement, Outcome(result.ok, result.engine, result.ttft, actual))
 
     def left(self, account: Account, result: Result) -> None:
         """The client left an answer: what had gone by is charged, an event as a token.
@@ -110,7 +110,7 @@ class Settle:
 
     def failed(self, placement: Placement) -> None:
         """No engine answered."""
-        self._observe(placement, Outcome(ok=False, engine=placement.engine, ttft=None, cached_tokens=None))
+        self._policy.observe(placement, Outcome(ok=False, engine=placement.engine, ttft=None, cached_tokens=None))
 
     def close(self, exchange: Exchange, trace: Trace) -> None:
         """The request is over: its metrics, its span, its line in the access log."""
@@ -126,10 +126,3 @@ class Settle:
             for name, value in (("tenant", trace.tenant), ("model", trace.model), ("status", trace.status)):
                 trace.fact(f"moongate.{name}", value)
         self._telemetry.end(trace)
-
-    def _observe(self, placement: Placement, outcome: Outcome) -> None:
-        try:
-            self._policy.observe(placement, outcome)
-        except Exception:
-            log.exception("the policy failed to observe an outcome")
-            self._telemetry.policy_failures.inc()

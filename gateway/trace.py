@@ -204,7 +204,9 @@ class Telemetry:
         self.lookup_seconds = self._histogram("lookup_seconds", "Pool look-ups.", _SECONDS, "pool")
         self.lookup_keys = self._counter("lookup_keys", "Keys asked for in pool look-ups.", "pool")
         self.placements = self._counter("placements", "Placements by reason.", "model", "engine", "reason")
-        self.policy_failures = self._counter("policy_failures", "Placements that the policy failed to make.")
+        self.policy_failures = self._counter(
+            "policy_failures", "Calls of the policy that failed, were slow, or put it out of service.", "failure"
+        )
         self.refused = self._counter("refused_connections", "Connections that spoke no valid HTTP/1.1.")
         self.retries = self._counter("retries", "Requests given to a spare.", "engine")
         self.failures = self._counter("engine_failures", "Exchanges with engines that failed.", "engine", "cause")
@@ -228,7 +230,7 @@ class Telemetry:
         trace.end(self._tracer)
 
     def gauges(self, read: Callable[[], Mapping[str, tuple[str, Sequence[tuple[str, float]]]]], label: str) -> None:
-        """Gauges that are read when somebody asks: name to (help, [(label value, value)])."""
+        """Values that are read when somebody asks: name to (help, [(label value, value)]); counters end in `_total`."""
         self._registry.register(_Gauges(read, label))
 
     def render(self) -> bytes:
@@ -258,7 +260,8 @@ class _Gauges(Collector):
 
     def collect(self) -> Iterable[Metric]:
         for name, (text, values) in self._read().items():
-            family = GaugeMetricFamily(f"moongate_{name}", text, labels=[self._label])
+            made = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            family = made(f"moongate_{name}", text, labels=[self._label])
             for label, value in values:
                 family.add_metric([label], value)
             yield family

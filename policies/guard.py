@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from policies.interface import Candidate, Job, NoCapacity, Outcome, Placement, Policy, weighs_pool
+from policies.interface import Candidate, Job, NoCapacity, Outcome, Placement, Policy
 
 log = logging.getLogger("moongate")
 
@@ -45,16 +45,16 @@ class Guarded:
         """It failed the last time, which is in the log already."""
 
     @property
-    def weighs_pool(self) -> bool:
-        """Whether what the pool holds can change where a job is placed."""
-        return weighs_pool(self._policy)
+    def policy(self) -> Policy:
+        """The one in service."""
+        return self._policy
 
     def place(self, job: Job, candidates: Sequence[Candidate]) -> Placement:
         if self._policy is self._fallback:
             return self._fallback.place(job, candidates)
         started = self._clock()
         try:
-            placement = _among(candidates, self._policy.place(job, candidates))
+            placement = among(candidates, self._policy.place(job, candidates))
         except NoCapacity:
             raise
         except Exception:
@@ -94,7 +94,7 @@ class Guarded:
             self._policy = self._fallback
 
 
-def _among(candidates: Sequence[Candidate], placement: Placement) -> Placement:
+def among(candidates: Sequence[Candidate], placement: Placement) -> Placement:
     """The placement, if it is one and every engine that it names is a candidate."""
     if not isinstance(placement, Placement):
         raise TypeError(f"the policy made no placement but {type(placement).__name__}")

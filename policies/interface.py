@@ -106,10 +106,7 @@ class Outcome(Struct, frozen=True):
 
 @runtime_checkable
 class Policy(Protocol):
-    """Chooses. `policies.conformance.conform` holds what every policy must keep.
-
-    A policy to which the pool makes no difference may say so with an attribute `weighs_pool = False`.
-    """
+    """Chooses. `policies.conformance.conform` holds what every policy must keep."""
 
     def place(self, job: Job, candidates: Sequence[Candidate]) -> Placement:
         """Choose among `candidates`. Raises `NoCapacity` where none can take the job."""
@@ -118,14 +115,6 @@ class Policy(Protocol):
     def observe(self, placement: Placement, outcome: Outcome) -> None:
         """Learn from what happened. Called once for each placement that was tried."""
         ...
-
-
-def weighs_pool(policy: Policy) -> bool:
-    """Whether what the pool holds can change where the policy places a job. One that does not say so: it can.
-
-    Where it cannot, the pool is asked nothing, and `Job.pool_tokens` is None.
-    """
-    return getattr(policy, "weighs_pool", True) is not False
 
 
 def expected(job: Job, candidate: Candidate) -> tuple[int, int]:

@@ -17,8 +17,6 @@ class LeastLoaded:
     remembered as a request without a prompt.
     """
 
-    weighs_pool = False
-
     def __init__(self, request_tokens: int = 256, warm: float = 30.0) -> None:
         self._pressure = Pressure(request_tokens, warm)
 

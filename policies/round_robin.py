@@ -16,8 +16,6 @@ class RoundRobin:
     has its turn as all others.
     """
 
-    weighs_pool = False
-
     def __init__(self) -> None:
         self._turns: dict[str, int] = {}
 

@@ -30,8 +30,6 @@ class Session:
     new or back gets the keys that rank it first and no more, so it is warmed by its own part alone.
     """
 
-    weighs_pool = False
-
     def __init__(self, by: By = "header", capacity: float = 1.25, prefix_tokens: int = 1024, at_least: int = 8) -> None:
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1, not {capacity}: engines could not take all requests")

@@ -3,7 +3,7 @@
 import random
 
 from connector.blocks import Algorithm, HashScheme, Prefix, hash_prompt
-from connector.landmarks import APART, NOWHERE, Sent, of_prefix, of_text
+from connector.landmarks import APART, Landmarks, Sent, of_prefix, of_text
 
 
 def prompt(*tokens: int, salt: str | None = None, size: int = 16) -> Prefix:
@@ -43,30 +43,49 @@ def test_text_that_begins_alike_shares_them_too() -> None:
     assert one.keys[:2] == other.keys[:2]
     assert not set(one.keys[2:]) & set(other.keys[2:])
     assert not set(one.keys) & set(of_text(text, b"b").keys)
-    assert of_text(b"short", b"a") == NOWHERE
+    assert of_text(b"short", b"a").keys == ()
+    assert of_text(b"short", b"a").whole != of_text(b"other", b"a").whole
+
+
+def marks(*keys: bytes, whole: bytes = b"", tokens: int = 0) -> Landmarks:
+    return Landmarks(keys, 512, whole, tokens)
 
 
 def test_what_is_being_computed_is_told_from_what_was_sent() -> None:
     sent = Sent()
-    keys = [b"1", b"2", b"3", b"4"]
-    sent.begin(keys[:3])
-    assert (sent.under_way(keys), sent.lately(keys)) == (3, 3)
-    sent.begin(keys[:2])
-    sent.done(keys[:3])
-    assert (sent.under_way(keys), sent.lately(keys)) == (2, 3)
-    sent.done(keys[:2])
-    assert (sent.under_way(keys), sent.lately(keys)) == (0, 3)
-    sent.done(keys[:2])
-    assert sent.under_way(keys) == 0, "a request ends once, but an engine that was away has forgotten it"
+    long, short = marks(b"1", b"2", b"3"), marks(b"1", b"2")
+    asked = marks(b"1", b"2", b"3", b"4")
+    sent.begin(long)
+    assert (sent.under_way(asked), sent.lately(asked)) == (1536, 1536)
+    sent.begin(short)
+    sent.done(long)
+    assert (sent.under_way(asked), sent.lately(asked)) == (1024, 1536)
+    sent.done(short)
+    assert (sent.under_way(asked), sent.lately(asked)) == (0, 1536)
+    sent.done(short)
+    assert sent.under_way(asked) == 0, "a request ends once, but an engine that was away has forgotten it"
+
+
+def test_the_same_prompt_is_under_way_to_its_last_block() -> None:
+    sent = Sent()
+    whole = of_prefix(prompt(*range(1000)))
+    sent.begin(whole)
+
+    assert whole.tokens == 992
+    assert sent.under_way(whole) == 992
+    assert sent.under_way(of_prefix(prompt(*range(2000)))) == 512
+    exact = of_prefix(prompt(*range(1025)))
+    assert exact.keys[-1] != exact.whole, "so that one is not taken for the other"
+    assert of_prefix(prompt(*range(16))) == Landmarks((), 512)
 
 
 def test_what_was_sent_long_ago_is_forgotten_from_its_end() -> None:
     sent = Sent(most=4)
-    sent.begin([b"1", b"2", b"3"])
-    sent.begin([b"1", b"5", b"6"])
+    sent.begin(marks(b"1", b"2", b"3"))
+    sent.begin(marks(b"1", b"5", b"6"))
 
     assert len(sent) == 4
-    assert sent.lately([b"1", b"2", b"3"]) == 2
-    assert sent.lately([b"1", b"5", b"6"]) == 3
+    assert sent.lately(marks(b"1", b"2", b"3")) == 1024
+    assert sent.lately(marks(b"1", b"5", b"6")) == 1536
     sent.forget()
     assert len(sent) == 0

@@ -224,7 +224,7 @@ def marks(*keys: bytes) -> Landmarks:
 async def test_what_is_being_computed_is_likely_there_soon(engine: Engine) -> None:
     async with fleet_of(spec(engine)) as fleet:
         (one,) = fleet.engines
-        lease = fleet.lease(one.id, 1024, prefix(1, 2), [b"a", b"b"])
+        lease = fleet.lease(one.id, 1024, prefix(1, 2), marks(b"a", b"b"))
         assert fleet.candidates("tiny", None, prefix(1, 3), marks(b"a", b"c"))[0].likely_tokens == 512
         lease.prefilled(computed=True)
         assert fleet.candidates("tiny", None, prefix(1, 3), marks(b"a", b"c"))[0].likely_tokens == 0, "it is or is not"
@@ -233,7 +233,7 @@ async def test_what_is_being_computed_is_likely_there_soon(engine: Engine) -> No
 async def test_what_was_sent_is_likely_there_where_nothing_tells(engine: Engine) -> None:
     async with fleet_of(spec(engine)) as fleet:
         (one,) = fleet.engines
-        lease = fleet.lease(one.id, 0, None, [b"a", b"b"])
+        lease = fleet.lease(one.id, 0, None, marks(b"a", b"b"))
         lease.prefilled(computed=True)
         lease.release()
         assert fleet.candidates("tiny", None, None, marks(b"a", b"b", b"c"))[0].likely_tokens == 1024
@@ -245,7 +245,7 @@ async def test_what_was_sent_is_likely_there_where_nothing_tells(engine: Engine)
 async def test_so_it_is_on_an_engine_that_hashes_otherwise(engine: Engine) -> None:
     async with fleet_of(spec(engine)) as fleet:
         (one,) = fleet.engines
-        fleet.lease(one.id, 0, prefix(1), [b"a"]).prefilled(computed=True)
+        fleet.lease(one.id, 0, prefix(1), marks(b"a")).prefilled(computed=True)
         one.found(Finding("algorithm", "it hashes otherwise"), 0.0)
         assert fleet.candidates("tiny", None, prefix(1), marks(b"a"))[0].likely_tokens == 512
 

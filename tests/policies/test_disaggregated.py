@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from policies.disaggregated import Disaggregated
-from policies.interface import Candidate, Job, NoCapacity, weighs_pool
+from policies.interface import Candidate, Job, NoCapacity
 from tests.policies.scenes import engine, job
 
 FLEET = [engine("p", role="prefill"), engine("q", role="prefill", own=1024), engine("d", role="decode")]
@@ -111,7 +111,3 @@ def test_equal_prompts_are_prefilled_where_the_first_one_is() -> None:
     ]
 
     assert Disaggregated().place(job(5000, 0), fleet).prefill == "p"
-
-
-def test_it_weighs_the_pool() -> None:
-    assert weighs_pool(Disaggregated())

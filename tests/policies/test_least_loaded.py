@@ -1,6 +1,5 @@
 """least_loaded: the least of `now`, and of `lately` where that is the same."""
 
-from policies.interface import weighs_pool
 from policies.least_loaded import LeastLoaded
 from tests.policies.scenes import chosen, engine, engines, job
 
@@ -52,10 +51,6 @@ def test_a_newcomer_comes_as_the_mean() -> None:
     assert chosen(LeastLoaded(warm=30), 1, [*fleet, engine("c", since=15)]) == "c"
     assert chosen(LeastLoaded(warm=30), 1, [*fleet, engine("c", since=30)]) == "c"
     assert chosen(LeastLoaded(warm=0), 1, [*fleet, engine("c", since=0)]) == "c"
-
-
-def test_it_does_not_weigh_the_pool() -> None:
-    assert not weighs_pool(LeastLoaded())
 
 
 def test_what_a_request_is_worth_can_be_set() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from policies.interface import NoCapacity, weighs_pool
+from policies.interface import NoCapacity
 from policies.round_robin import REMEMBERED, RoundRobin
 from tests.policies.scenes import chosen, engine, engines, job
 
@@ -80,7 +80,3 @@ def test_models_are_forgotten_not_gathered() -> None:
 
     assert len(policy._turns) == REMEMBERED
     assert policy.place(job(model=f"m{REMEMBERED + 9}"), engines("ab")).engine == "b"
-
-
-def test_it_does_not_weigh_the_pool() -> None:
-    assert not weighs_pool(RoundRobin())

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
-from policies.interface import Job, weighs_pool
+from policies.interface import Job
 from policies.session import By, Session
 from tests.policies.scenes import engine, engines, job
 
@@ -116,7 +116,3 @@ def test_the_prefix_is_what_comes_before_so_many_tokens() -> None:
     assert keyed(job(marks="abcd"), prefix_tokens=2048) != keyed(job(marks="abxyz"), prefix_tokens=2048)
     assert keyed(job(marks="a"), prefix_tokens=2048) != keyed(job(marks="b"), prefix_tokens=2048), "the last there is"
     assert keyed(job(marks="ax"), prefix_tokens=1) == keyed(job(marks="ay"), prefix_tokens=1), "but one at least"
-
-
-def test_it_does_not_weigh_the_pool() -> None:
-    assert not weighs_pool(Session())

@@ -165,6 +165,7 @@ class Engine(Child):
     ) -> None:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
+        self.ports: tuple[int, ...] = (port,)
         self.events: str | None = None
         self.replay: str | None = None
         # Unix sockets go here: their paths may not exceed about 100 characters.
@@ -217,22 +218,25 @@ def start_engine(
     extra_args: Sequence[str] = (),
     extra_config: Mapping[str, object] | None = None,
     environment: Mapping[str, str] | None = None,
+    instead_of: Engine | None = None,
 ) -> Engine:
     """An engine that warms up; call `ready()` before use.
 
     With `events` it publishes KV events on a free port. `extra_config` adds to the settings of the
-    store connector; `extra_args` and `environment` override what is set here.
+    store connector; `extra_args` and `environment` override what is set here. `instead_of` is an engine
+    that ended, whose ports this one has.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    ports = instead_of.ports if instead_of is not None else tuple(free_port() for _ in range(3))
     flags = commands.EngineFlags(
         model=model_folder,
         name=served_name,
-        port=free_port(),
+        port=ports[0],
         master=master.rpc,
         role=role,
         block_size=block_size,
-        events_port=free_port() if events else None,
-        replay_port=free_port() if events else None,
+        events_port=ports[1] if events else None,
+        replay_port=ports[2] if events else None,
         more=("--enforce-eager", "--dtype", "float32", "--max-model-len", "8192", "--max-num-seqs", "16", *extra_args),
     )
     command = commands.vllm(flags, ENGINE_PYTHON, lookup_port=free_port(), algorithm=algorithm, connector=extra_config)
@@ -244,6 +248,7 @@ def start_engine(
         **(environment or {}),
     }
     engine = Engine(name, flags.port, command, folder, variables)
+    engine.ports = ports
     if events:
         engine.events = f"tcp://127.0.0.1:{flags.events_port}"
         engine.replay = f"tcp://127.0.0.1:{flags.replay_port}"
