@@ -325,7 +325,10 @@ def _config(
                     "url": f"http://127.0.0.1:{flag.port}",
                     "model": flag.name,
                     "role": flag.role,
-                    "kv_events": {"connect": f"tcp://127.0.0.1:{flag.events_port}"},
+                    "kv_events": {
+                        "connect": f"tcp://127.0.0.1:{flag.events_port}",
+                        "replay": f"tcp://127.0.0.1:{flag.replay_port}",
+                    },
                 }
                 for flag in flags
             ]

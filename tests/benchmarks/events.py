@@ -27,7 +27,7 @@ from tests.benchmarks.stage import KEY, Relay, say, stage, table
 SLOWER = 2.0
 """How many times longer requests may take at p99."""
 BLOCK = 16
-HELD = 20_000
+HELD = 8000
 """Blocks that an engine has."""
 CHAIN = 64
 """Blocks of a prompt."""

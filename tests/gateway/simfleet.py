@@ -1,7 +1,7 @@
 """Simulated engines over a real Mooncake master, for gateways in the test's own process."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +23,11 @@ class Fleet:
     logs: Path
     master: Master
     _stack: ExitStack = field(repr=False)
+    _children: dict[str, tuple[Child, Sequence[str | Path]]] = field(default_factory=dict, repr=False)
 
-    def engine(self, *flags: str, events: bool = False, role: Role = "both") -> dict[str, Any]:
+    def engine(self, *flags: str, events: bool = False, replay: bool = False, role: Role = "both") -> dict[str, Any]:
         """Start one; what a configuration says of it."""
-        port, events_port = free_port(), free_port() if events else None
+        port, events_port, replay_port = free_port(), free_port() if events else None, free_port() if replay else None
         command = commands.simulated(
             commands.EngineFlags(
                 model=self.folder,
@@ -36,15 +37,30 @@ class Fleet:
                 role=role,
                 block_size=16,
                 events_port=events_port,
+                replay_port=replay_port,
                 more=("--time-scale", "0", *flags),
             )
         )
-        child = Child(f"engine-{port}", command, self.logs, inherited())
-        self._stack.callback(child.stop)
-        with killed_unless_ready(child):
-            child.wait_for(f"http://127.0.0.1:{port}/health", 60)
         found: dict[str, Any] = {"url": f"http://127.0.0.1:{port}", "model": "tiny", "role": role}
-        return found | ({"kv_events": {"connect": f"tcp://127.0.0.1:{events_port}"}} if events else {})
+        self._start(found["url"], command)
+        if events:
+            found["kv_events"] = {"connect": f"tcp://127.0.0.1:{events_port}"}
+        if replay:
+            found["kv_events"]["replay"] = f"tcp://127.0.0.1:{replay_port}"
+        return found
+
+    def restart(self, engine: dict[str, Any]) -> None:
+        """End an engine at once and start it anew, in its place."""
+        child, command = self._children[engine["url"]]
+        child.kill()
+        self._start(engine["url"], command)
+
+    def _start(self, url: str, command: Sequence[str | Path]) -> None:
+        child = Child(f"engine-{url.rpartition(':')[2]}", command, self.logs, inherited())
+        self._stack.callback(child.stop)
+        self._children[url] = child, command
+        with killed_unless_ready(child):
+            child.wait_for(f"{url}/health", 60)
 
     def tree(self, *engines: dict[str, Any], **model: Any) -> dict[str, Any]:
         """A configuration over these engines; `model` is added to what is said of their model."""
