@@ -62,7 +62,7 @@ async def test_what_an_engine_held_before_its_restart_is_forgotten(fleet: Fleet,
         engine, other = (engine, other) if places[str(lost)] == name(engine) else (other, engine)
 
         async def known() -> bool:
-            return (await told(house, lost))[name(engine)]["own_tokens"] > 0
+            return bool((await told(house, lost))[name(engine)]["own_tokens"] > 0)
 
         await eventually(known)
         held = (await told(house, kept))[name(other)]["own_tokens"]
@@ -70,7 +70,7 @@ async def test_what_an_engine_held_before_its_restart_is_forgotten(fleet: Fleet,
 
         async def gone() -> bool:
             found = (await told(house, lost))[name(engine)]
-            return found["out"] is None and found["own_tokens"] == 0
+            return (found["out"], found["own_tokens"]) == (None, 0)
 
         await eventually(gone)
         assert await house.metric("engine_held_blocks", engine=name(engine)) == 0
@@ -80,7 +80,7 @@ async def test_what_an_engine_held_before_its_restart_is_forgotten(fleet: Fleet,
         await house.client.post(CHAT, json=lost)
 
         async def again() -> bool:
-            return (await told(house, lost))[name(engine)]["own_tokens"] > 0
+            return bool((await told(house, lost))[name(engine)]["own_tokens"] > 0)
 
         await eventually(again)
 
@@ -94,7 +94,7 @@ async def test_a_gateway_that_comes_later_is_told_what_engines_hold(fleet: Fleet
     async with serving(watched(fleet, engine)) as house:
 
         async def known() -> bool:
-            return (await told(house, body))[name(engine)]["own_tokens"] > 0
+            return bool((await told(house, body))[name(engine)]["own_tokens"] > 0)
 
         await eventually(known)
 
