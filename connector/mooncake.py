@@ -1,9 +1,12 @@
-"""What the pool holds: of a prompt's blocks, how many leading ones; of a block, under which names.
+"""The Mooncake masters of a pool, as they are spoken to.
 
-The Mooncake master is asked over its HTTP port (`GET /batch_query_keys`): that takes no lease and
-touches no LRU order, the answer comes within a deadline or not at all, and the process loads no
-native client. Keys are asked for in prefix order, a chunk at a time, and no further than the first
-gap, since vLLM loads nothing behind one.
+    query      which of some keys have an object, and in which tier
+    wait_for   until a block is there
+    keys_of    under which names some blocks are there
+    watch      which master serves, and when the pool lost something
+
+All is asked over the master's HTTP port: that takes no lease and touches no LRU order, the answer comes
+within a deadline or not at all, and the process loads no native client.
 
 A name with a comma cannot be asked for: the master splits its keys after decoding them. Its answer
 then lacks the key, and what an answer lacks is unknown.
@@ -12,19 +15,25 @@ How engines name a block is learned from one that must be there, where it is not
 `/get_all_keys` tells it, a line for each key of the whole pool (100 bytes each, and as many more in the
 master while it answers), so it is read once and not to its end; what it says is asked for again.
 
-Why unknown is not zero: a master that does not answer says nothing about the pool. A placement made
-in ignorance must not look like one made because the pool was empty.
+Of several masters one serves, which its `/health` tells (`service_ready`); a standby answers, too, and knows
+nothing. While `watch` runs, masters that do not serve are not asked. A pool has lost something when its
+master does not answer, serves no longer or is another one, and when a segment is gone: an engine that was
+killed is dropped `client_ttl` after its last sign of life, and a new master knows no segment at first.
+
+A master in multi-tenant mode shows the objects of the tenant `default` over HTTP and of no other. Engines
+that use that tenant (they do unless they set `tenant_id`) are seen rightly; of others nothing is ever found,
+and they get no credit for the pool. Tenants of a gateway need none of it: their salts keep them apart.
 """
 
 import asyncio
+import logging
+import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
 import orjson
 
-from connector.blocks import Prefix
 from connector.errors import BadAnswer, TimedOut, WireError
 from connector.keys import KeyScheme
 from connector.wire import Answer, Timeouts, Wire
@@ -37,54 +46,41 @@ MAX_LISTING = 32 * 1024 * 1024
 MAX_KEY = 64 * 1024
 LEARN_SECONDS = 10.0
 """For a look at all keys: 200,000 take a fifth of a second."""
+WATCH_SECONDS = 0.5
+"""Between two looks at the masters, and the time that each of them has for its answers."""
 
+log = logging.getLogger("moongate")
 T = TypeVar("T")
-Trouble = Literal["timeout", "error", "answer"]
-
-
-@dataclass(frozen=True, slots=True)
-class Residency:
-    """What the pool was seen to hold of one prompt."""
-
-    run: int | None
-    """Leading blocks that are wholly there; None where the pool could not be asked."""
-    asked: int
-    """Keys that were asked for."""
-    trouble: Trouble | None = None
-    """Why `run` is unknown."""
+Tier = Literal["memory", "disk"]
 
 
 class Master:
     """The Mooncake masters of one pool, asked one at a time: the next one when one fails."""
 
-    def __init__(self, urls: Sequence[str], deadline: float) -> None:
-        """`urls` are the masters' HTTP (metrics) ports; `deadline` in seconds covers a whole look-up."""
-        longest = max(deadline, LEARN_SECONDS)
-        timeouts = Timeouts(connect=max(deadline, 1.0), head=longest, idle=longest)
+    def __init__(self, urls: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
+        """`urls` are the masters' HTTP (metrics) ports."""
+        timeouts = Timeouts(connect=1.0, head=LEARN_SECONDS, idle=LEARN_SECONDS)
         self._wires = [Wire(url, timeouts) for url in urls]
-        self._deadline = deadline
+        self._idle: frozenset[Wire] = frozenset()
+        """Those that were seen not to serve."""
+        self._served_by: Wire | None = None
+        self._segments: frozenset[tuple[str, str]] = frozenset()
+        self._clock = clock
+        self.serving = True
+        """Whether any of them served when they were last looked at."""
+        self.changed = float("-inf")
+        """When, on `clock`, the pool was last seen to have lost something."""
 
-    async def look_up(self, prefix: Prefix, scheme: KeyScheme) -> Residency:
-        """Count the leading blocks of `prefix` that the pool holds. Never raises for a sick pool."""
-        run = asked = 0
-        wire = self._wires[0]
-        try:
-            async with asyncio.timeout(self._deadline):
-                for blocks in self._chunks(prefix.hashes[: prefix.reusable], scheme):
-                    keys = [key for block in blocks for key in block]
-                    asked += len(keys)
-                    resident = await self._resident(wire, keys)
-                    for block in blocks:
-                        if not resident.issuperset(block):
-                            return Residency(run, asked)
-                        run += 1
-        except (TimeoutError, TimedOut):
-            return self._unknown(wire, asked, "timeout")
-        except WireError:
-            return self._unknown(wire, asked, "error")
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return self._unknown(wire, asked, "answer")
-        return Residency(run, asked)
+    async def query(self, keys: Sequence[str], seconds: float = LEARN_SECONDS) -> Mapping[str, Tier]:
+        """Those of `keys` that have an object, and where the best replica is. Raises a `WireError`."""
+
+        async def ask(wire: Wire) -> dict[str, Tier]:
+            there: dict[str, Tier] = {}
+            for start in range(0, len(keys), CHUNK_KEYS):
+                there |= await self._query(wire, keys[start : start + CHUNK_KEYS])
+            return there
+
+        return await self._told(ask, seconds)
 
     async def wait_for(self, block: bytes, scheme: KeyScheme, deadline: float) -> bool:
         """Wait until every object of a block is there, at most `deadline` seconds.
@@ -97,16 +93,92 @@ class Master:
         try:
             async with asyncio.timeout(deadline):
                 while True:
-                    wire = self._wires[0]
                     try:
-                        if (await self._resident(wire, keys)).issuperset(keys):
+                        if len(await self.query(keys)) == len(keys):
                             return True
-                    except (WireError, ValueError, KeyError, TypeError, AttributeError):
-                        self._give_up(wire)
+                    except WireError:
+                        pass  # another master may know
                     await asyncio.sleep(pause)
                     pause = min(pause * 1.5, 0.1)
         except TimeoutError:
             return False
+
+    async def watch(self) -> None:
+        """Look at the masters every `WATCH_SECONDS`, for ever. Raises nothing."""
+        while True:
+            await self.look()
+            await asyncio.sleep(WATCH_SECONDS)
+
+    async def look(self) -> None:
+        """See which master serves and whether the pool has lost something, within `WATCH_SECONDS`."""
+        ready = await asyncio.gather(*(self._ready(wire) for wire in self._wires))
+        serving = [wire for wire, is_ready in zip(self._wires, ready, strict=True) if is_ready]
+        self._idle = frozenset(self._wires) - frozenset(serving)
+        self.serving = bool(serving)
+        if not serving:
+            self._lose()
+            return
+        wire = serving[0]
+        self._wires.sort(key=wire.__ne__)
+        if wire is not self._served_by:
+            self._lose()
+            self._served_by = wire
+            await self._tell_of_tenants(wire)
+        segments = await self._mounted(wire)
+        if segments is None or not segments.issuperset(self._segments):
+            self._lose()
+        self._segments = segments or frozenset()
+
+    def _lose(self) -> None:
+        self.changed = self._clock()
+        if not self.serving:
+            self._served_by = None
+
+    async def _ready(self, wire: Wire) -> bool:
+        """Whether this master serves. Older ones tell no more than that they are there."""
+        try:
+            status, body = await self._look_at(wire, "/health")
+        except WireError:
+            return False
+        try:
+            told = orjson.loads(body)
+        except ValueError:
+            told = None
+        return status == 200 and (not isinstance(told, dict) or told.get("service_ready") is not False)
+
+    async def _mounted(self, wire: Wire) -> frozenset[tuple[str, str]] | None:
+        """The segments that are in use, each with its client; None where the master does not tell."""
+        try:
+            _, body = await self._look_at(wire, "/get_segments_detail")
+            return frozenset(
+                (str(segment["segment_name"]), str(segment["client_id"]))
+                for segment in orjson.loads(body)["segments"]
+                if segment.get("status", "OK") == "OK"
+            )
+        except (WireError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    async def _tell_of_tenants(self, wire: Wire) -> None:
+        """Log that a master is in multi-tenant mode; one that is not refuses to speak of quotas."""
+        try:
+            status, _ = await self._look_at(wire, "/api/v1/tenant_quotas")
+        except WireError:
+            return
+        if status == 200:
+            log.warning(
+                "the Mooncake master at %s is in multi-tenant mode: blocks of its tenant 'default' are seen, no others",
+                wire.origin,
+            )
+
+    @staticmethod
+    async def _look_at(wire: Wire, target: str) -> tuple[int, bytes]:
+        """The status and the body of an answer that comes within `WATCH_SECONDS`."""
+        try:
+            async with asyncio.timeout(WATCH_SECONDS):
+                answer = await wire.send("GET", target)
+                return answer.status, await answer.body(MAX_ANSWER)
+        except TimeoutError:
+            raise TimedOut(wire.origin, "total", WATCH_SECONDS) from None
 
     async def keys_of(self, hashes: Collection[bytes]) -> frozenset[str]:
         """The keys that end in any of the blocks `hashes`, whatever stands before it.
@@ -119,7 +191,7 @@ class Master:
 
     async def resident(self, keys: Sequence[str]) -> frozenset[str]:
         """Those of `keys` that the pool holds. Raises a `WireError`."""
-        return frozenset(await self._told(lambda wire: self._all_resident(wire, keys)))
+        return frozenset(await self.query(keys))
 
     async def _listed(self, wire: Wire, hashes: Collection[bytes]) -> set[str]:
         listing = await wire.send("GET", "/get_all_keys")
@@ -130,15 +202,15 @@ class Master:
         finally:
             listing.close()
 
-    async def _told(self, ask: Callable[[Wire], Awaitable[T]]) -> T:
-        """What a master says within `LEARN_SECONDS`; whatever goes wrong is a `WireError`."""
+    async def _told(self, ask: Callable[[Wire], Awaitable[T]], seconds: float = LEARN_SECONDS) -> T:
+        """What a master says within `seconds`; whatever goes wrong is a `WireError`."""
         wire = self._wires[0]
         try:
-            async with asyncio.timeout(LEARN_SECONDS):
+            async with asyncio.timeout(seconds):
                 return await ask(wire)
         except TimeoutError:
             self._give_up(wire)
-            raise TimedOut(wire.origin, "total", LEARN_SECONDS) from None
+            raise TimedOut(wire.origin, "total", seconds) from None
         except WireError:
             self._give_up(wire)
             raise
@@ -151,42 +223,29 @@ class Master:
             wire.close()
 
     @staticmethod
-    def _chunks(hashes: Sequence[bytes], scheme: KeyScheme) -> Iterator[list[tuple[str, ...]]]:
-        step = max(1, CHUNK_KEYS // len(scheme.prefixes))
-        for start in range(0, len(hashes), step):
-            yield [scheme.keys(block) for block in hashes[start : start + step]]
-
-    async def _all_resident(self, wire: Wire, keys: Sequence[str]) -> set[str]:
-        """`_resident` for any number of keys."""
-        there: set[str] = set()
-        for start in range(0, len(keys), CHUNK_KEYS):
-            there |= await self._resident(wire, keys[start : start + CHUNK_KEYS])
-        return there
-
-    @staticmethod
-    async def _resident(wire: Wire, keys: Sequence[str]) -> set[str]:
-        """Those of `keys` that have a replica in memory or on disk. A key that goes unanswered is a KeyError."""
+    async def _query(wire: Wire, keys: Sequence[str]) -> dict[str, Tier]:
+        """One question. A key that goes unanswered is a KeyError."""
         target = "/batch_query_keys?keys=" + ",".join(quote(key, safe="@:") for key in keys)
         answer = await wire.send("GET", target)
         body = await answer.body(MAX_ANSWER)
         if answer.status != 200:
             raise ValueError(f"the master answered {answer.status}")
         entries = orjson.loads(body)["data"]
-        return {key for key in keys if _stored(entries[key])}
-
-    def _unknown(self, wire: Wire, asked: int, trouble: Trouble) -> Residency:
-        self._give_up(wire)
-        return Residency(None, asked, trouble)
+        found = ((key, _tier(entries[key])) for key in keys)
+        return {key: tier for key, tier in found if tier is not None}
 
     def _give_up(self, wire: Wire) -> None:
-        """Ask the next master from now on, unless another look-up has seen to that already."""
-        if self._wires[0] is wire:
+        """Ask the next master from now on, unless another question has seen to that already, or none serves."""
+        if self._wires[0] is wire and not self._idle.issuperset(self._wires[1:]):
             self._wires.append(self._wires.pop(0))
+            self._wires.sort(key=self._idle.__contains__)
 
 
-def _stored(entry: Mapping[str, Any]) -> bool:
-    places = (entry["values"], entry["disk_values"], entry["local_disk_values"], entry["nof_values"])
-    return entry["ok"] is True and any(places)
+def _tier(entry: Mapping[str, Any]) -> Tier | None:
+    memory, disks = entry["values"], (entry["disk_values"], entry["local_disk_values"], entry["nof_values"])
+    if entry["ok"] is not True:
+        return None
+    return "memory" if memory else "disk" if any(disks) else None
 
 
 async def _ending(listing: Answer, digests: frozenset[bytes]) -> set[str]:

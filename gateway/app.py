@@ -20,6 +20,7 @@ from connector.mooncake import Master
 from connector.prompts import Prompts
 from connector.remote import RemoteRender
 from connector.render import Rules
+from connector.residency import Residence
 from connector.templates import chat_template
 from connector.tokens import Tokenizer
 from connector.wire import Timeouts
@@ -69,7 +70,10 @@ def build(settings: config.Config) -> House:
     tenants = _tenants(settings)
     tls = authorities(settings.engines.ca)
     fleet = _fleet(settings, tls)
-    pools = {name: Pool(name, Master(pool.admin, pool.deadline_ms / 1000)) for name, pool in settings.pools.items()}
+    pools = {
+        name: Pool(name, Residence(Master(pool.admin), pool.deadline_ms / 1000))
+        for name, pool in settings.pools.items()
+    }
     models = {model.name: model_of(model, pools, tls) for model in settings.models}
     cors = Cors(settings.listen.cors.origins)
     limits = Limits(time.monotonic)
@@ -145,6 +149,8 @@ def build(settings: config.Config) -> House:
     async def life(_: FastAPI) -> AsyncIterator[None]:
         if settings.auth.mode == "none":
             log.warning("AUTH IS OFF: everybody who reaches this port is the tenant 'anonymous'")
+        for pool in pools.values():
+            await pool.residence.open()
         await fleet.open()
         auditor.open()
         try:
@@ -153,7 +159,7 @@ def build(settings: config.Config) -> House:
             await auditor.close()
             await fleet.close()
             for pool in pools.values():
-                pool.master.close()
+                await pool.residence.close()
             for model in models.values():
                 model.close()
             telemetry.close()

@@ -18,6 +18,7 @@ from connector.blocks import hashing_of
 from connector.errors import Inexact, WireError
 from connector.mooncake import Master
 from connector.parity import PLAIN, compare_ids
+from connector.residency import Residence
 from gateway import config
 from gateway.app import authorities, model_of
 from gateway.examination import Check, Examination, Level, Say, words_of
@@ -53,7 +54,7 @@ async def examine(settings: config.Config, *, patience: float, say: Say = lambda
     `BadTemplate` and `BadAuthority` for what is named and not there.
     """
     tls = authorities(settings.engines.ca)
-    pools = {name: Pool(name, Master(pool.admin, patience)) for name, pool in settings.pools.items()}
+    pools = {name: Pool(name, Residence(Master(pool.admin), patience)) for name, pool in settings.pools.items()}
     models = {model.name: model_of(model, pools, tls) for model in settings.models}
     words = {model.name: words_of(model) for model in settings.models}
     examinations = [
@@ -77,7 +78,7 @@ async def examine(settings: config.Config, *, patience: float, say: Say = lambda
         for model in models.values():
             model.close()
         for pool in pools.values():
-            pool.master.close()
+            await pool.residence.close()
     for examination in examinations:
         examination.conclude()
     checks = [*pool_checks, *renders, *(check for one in examinations for check in one.checks)]

@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import msgspec
 from msgspec import Struct
 
-from connector.mooncake import Residency
+from connector.residency import Residency
 from gateway.bodies import Call, read_object
 from gateway.endpoints import ENDPOINTS, Endpoint
 from gateway.errors import BadRequest, Unavailable

@@ -9,6 +9,7 @@ from connector.keys import KeyScheme, Ranks
 from connector.mooncake import Master
 from connector.prompts import Prompts
 from connector.remote import RemoteRender
+from connector.residency import Residence
 from connector.vllm import CacheFacts
 
 CURRENT = Hashing(tagged=True, fixed_root=True)
@@ -16,10 +17,14 @@ CURRENT = Hashing(tagged=True, fixed_root=True)
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A pool's name and its master."""
+    """A pool's name, and what is known of what it holds."""
 
     name: str
-    master: Master
+    residence: Residence
+
+    @property
+    def master(self) -> Master:
+        return self.residence.master
 
 
 @dataclass(frozen=True, slots=True)

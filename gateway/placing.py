@@ -18,8 +18,8 @@ from connector.blocks import Adapter, HashScheme, Prefix
 from connector.errors import Inexact
 from connector.keys import KeyScheme
 from connector.landmarks import NOWHERE, Landmarks, of_prefix, of_text
-from connector.mooncake import Residency
 from connector.prompts import Known, hashed
+from connector.residency import Residency
 from gateway.agreement import Agreement, Counted, shape_of
 from gateway.audit import AUDITED, Auditor
 from gateway.bodies import EXACT_BYTES, INLINE_BYTES, Call, to_answer
@@ -145,7 +145,7 @@ class Placing:
             self._telemetry.inexact.inc(call.model.name, "engines_disagree")
             return None
         started = time.perf_counter()
-        residency = await pool.master.look_up(prompt.prefix, prompt.keys)
+        residency = await pool.residence.look_up(prompt.prefix, prompt.keys)
         self._telemetry.lookup_seconds.observe(time.perf_counter() - started, pool.name)
         self._telemetry.lookups.inc(pool.name, residency.trouble or "known")
         self._telemetry.lookup_keys.add(residency.asked, pool.name)

@@ -6,7 +6,7 @@
     tokenize   the prompt's token ids, as the engine would have  connector.render, connector.tokens
     hash       ids and salt to the engine's own block hashes     connector.blocks
     charge     the prompt's tokens, to the tenant's budget       limits
-    look up    how many leading blocks the pool holds            connector.mooncake
+    look up    how many leading blocks the pool holds            connector.residency
     survey     which engines are there, and what each holds      fleet
     place      one engine, or a prefill and a decode engine      policies
     relay      one leg, or two, and the bytes to the client      relay, connector.handoff
@@ -31,7 +31,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from connector.handoff import ids_body, wants_usage
-from connector.mooncake import Residency
+from connector.residency import Residency
 from gateway import forms
 from gateway.agreement import Agreement
 from gateway.audit import AUDITED, MAX_AUDIT_BODY, Audit

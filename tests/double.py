@@ -527,9 +527,15 @@ class Master(Double):
     @property
     def keys(self) -> list[list[str]]:
         """The keys of each look-up."""
-        return [_keys(call) for call in self.calls]
+        return [_keys(call) for call in self.calls if call.path == "/batch_query_keys"]
 
     def answer(self, call: Call) -> Script:
+        if call.path == "/health":
+            return whole(200, {"status": "ok", "service_ready": True})
+        if call.path == "/get_segments_detail":
+            return whole(200, {"segments": [{"segment_name": "s", "client_id": "c", "status": "OK"}]})
+        if call.path != "/batch_query_keys":
+            return whole(409, {"success": False, "error_message": "UNAVAILABLE_IN_CURRENT_MODE"})
         data = {key: _found(self.everything or key in self.holds) for key in _keys(call)}
         return whole(200, {"success": True, "data": data})
 

@@ -1,149 +1,63 @@
-"""What the pool holds, asked of a double of the Mooncake master that decodes and splits as it does."""
+"""The masters as they are spoken to: a double that decodes and splits as they do, and real ones."""
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
-from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import orjson
 import pytest
 
-from connector.blocks import Prefix
 from connector.errors import BadAnswer, Disconnected, TimedOut, Unreachable, WireError
 from connector.keys import KeyScheme, Ranks
-from connector.mooncake import CHUNK_KEYS, Master, Residency
+from connector.mooncake import CHUNK_KEYS, Master
+from tests.connector.masters import EMPTY, IN_MEMORY, ON_DISK, asked, holding, keys_of, master_with
 from tests.connector.peer import Line, Peer, Script, answers, free_port, hold, listen, ok, once, until
 
 ONE_RANK = KeyScheme.of("Qwen3-8B")
 PLENTY = 5.0
-BLOCK_SIZE = 32
-
-EMPTY: dict[str, Any] = {
-    "ok": False, "error": "OBJECT_NOT_FOUND",
-    "values": None, "disk_values": None, "local_disk_values": None, "nof_values": None,
-}  # fmt: skip
-IN_MEMORY = EMPTY | {"ok": True, "error": None, "values": [{"size_": 1, "transport_endpoint_": "h:1"}]}
-
-
-def prefix(blocks: int) -> Prefix:
-    """A prompt of `blocks` reusable blocks, each with a hash of its own."""
-    return Prefix(blocks * BLOCK_SIZE + 1, BLOCK_SIZE, tuple(number.to_bytes(32) for number in range(blocks)))
-
-
-def keys_of(scheme: KeyScheme, blocks: Iterable[int]) -> set[str]:
-    return {key for number in blocks for key in scheme.keys(number.to_bytes(32))}
-
-
-def asked(target: str) -> list[str]:
-    """The keys that the master understands: it decodes first and splits then."""
-    parts = urlsplit(target)
-    assert parts.path == "/batch_query_keys"
-    [joined] = parse_qs(parts.query, strict_parsing=True)["keys"]
-    return joined.split(",")
-
-
-def master_with(entries: dict[str, dict[str, Any]]) -> Script:
-    async def script(line: Line) -> None:
-        while True:
-            keys = asked((await line.request()).target)
-            data = {key: entries.get(key, EMPTY) for key in sorted(set(keys))}
-            await line.send(ok(orjson.dumps({"success": True, "data": data})))
-
-    return script
-
-
-def holding(keys: Iterable[str]) -> Script:
-    return master_with(dict.fromkeys(keys, IN_MEMORY))
 
 
 @asynccontextmanager
-async def mastered(*scripts: Script, deadline: float = PLENTY) -> AsyncIterator[tuple[Master, Peer]]:
+async def mastered(*scripts: Script) -> AsyncIterator[tuple[Master, Peer]]:
     async with listen(*scripts) as peer:
-        master = Master([peer.url], deadline)
+        master = Master([peer.url])
         try:
             yield master, peer
         finally:
             master.close()
 
 
-# the leading run
-
-
-@pytest.mark.parametrize("held", [0, 1, CHUNK_KEYS - 1, CHUNK_KEYS, CHUNK_KEYS + 1, 2 * CHUNK_KEYS, 300])
-async def test_the_run_is_the_blocks_before_the_first_gap(held: int) -> None:
-    stored = keys_of(ONE_RANK, itertools.chain(range(held), range(held + 1, 300)))
-    async with mastered(holding(stored)) as (master, peer):
-        residency = await master.look_up(prefix(300), ONE_RANK)
-
-    chunks = min(held // CHUNK_KEYS + 1, 3)
-    assert residency == Residency(run=held, asked=min(chunks * CHUNK_KEYS, 300))
-    assert len(peer.requests) == chunks, "nothing is asked behind the chunk with the gap"
-    assert len(peer.lines) == 1
-
-
-async def test_keys_are_asked_for_in_prefix_order() -> None:
-    async with mastered(holding(keys_of(ONE_RANK, range(200)))) as (master, peer):
-        await master.look_up(prefix(200), ONE_RANK)
-
-    order = [key for request in peer.requests for key in asked(request.target)]
-    assert order == [ONE_RANK.keys(number.to_bytes(32))[0] for number in range(200)]
-
-
-async def test_a_prompt_without_a_reusable_block_asks_nothing() -> None:
-    async with mastered(holding(())) as (master, peer):
-        whole = Prefix(BLOCK_SIZE, BLOCK_SIZE, (bytes(32),))
-        assert await master.look_up(whole, ONE_RANK) == Residency(run=0, asked=0)
-        assert peer.lines == []
-
-
-async def test_the_last_full_block_of_a_full_prompt_is_not_asked_for() -> None:
-    async with mastered(holding(keys_of(ONE_RANK, range(3)))) as (master, _):
-        full = Prefix(3 * BLOCK_SIZE, BLOCK_SIZE, prefix(3).hashes)
-        assert await master.look_up(full, ONE_RANK) == Residency(run=2, asked=2)
-
-
-@pytest.mark.parametrize("missing", range(4))
-async def test_a_block_needs_the_object_of_every_rank(missing: int) -> None:
-    scheme = KeyScheme.of("m", Ranks(tp=2, pp=2))
-    stored = keys_of(scheme, range(8)) - {scheme.keys((5).to_bytes(32))[missing]}
-    async with mastered(holding(stored)) as (master, _):
-        assert (await master.look_up(prefix(8), scheme)).run == 5
-
-
-async def test_a_chunk_counts_keys_and_holds_whole_blocks() -> None:
-    scheme = KeyScheme.of("m", Ranks(tp=3))
-    async with mastered(holding(keys_of(scheme, range(90)))) as (master, peer):
-        assert await master.look_up(prefix(90), scheme) == Residency(run=90, asked=270)
-
-    sizes = [len(asked(request.target)) for request in peer.requests]
-    assert sum(sizes) == 270
-    assert all(size <= CHUNK_KEYS and size % 3 == 0 for size in sizes)
-
-
-async def test_more_ranks_than_keys_in_a_chunk() -> None:
-    scheme = KeyScheme.of("m", Ranks(tp=CHUNK_KEYS, pp=2))
-    async with mastered(holding(keys_of(scheme, range(2)))) as (master, peer):
-        assert (await master.look_up(prefix(3), scheme)).run == 2
-        assert len(peer.requests) == 3
+# which keys have an object
 
 
 @pytest.mark.parametrize("tier", ["values", "disk_values", "local_disk_values", "nof_values"])
 async def test_a_replica_on_any_tier_counts(tier: str) -> None:
-    [key] = keys_of(ONE_RANK, [0])
-    async with mastered(master_with({key: EMPTY | {"ok": True, tier: [{"object_size": 1}]}})) as (master, _):
-        assert (await master.look_up(prefix(1), ONE_RANK)).run == 1
+    async with mastered(master_with({FIRST: EMPTY | {"ok": True, tier: [{"object_size": 1}]}})) as (master, _):
+        assert await master.query([FIRST]) == {FIRST: "memory" if tier == "values" else "disk"}
+
+
+async def test_a_replica_in_memory_is_better_than_one_on_disk() -> None:
+    async with mastered(master_with({FIRST: ON_DISK | {"values": [{"size_": 1}]}})) as (master, _):
+        assert await master.query([FIRST]) == {FIRST: "memory"}
 
 
 @pytest.mark.parametrize(
     "entry",
     [EMPTY, EMPTY | {"ok": True}, EMPTY | {"ok": True, "values": []}, IN_MEMORY | {"ok": False}],
 )
-async def test_an_object_without_a_replica_does_not(entry: dict[str, Any]) -> None:
-    [key] = keys_of(ONE_RANK, [0])
-    async with mastered(master_with({key: entry})) as (master, _):
-        assert await master.look_up(prefix(1), ONE_RANK) == Residency(run=0, asked=1)
+async def test_an_object_without_a_replica_does_not(entry: dict[str, object]) -> None:
+    async with mastered(master_with({FIRST: entry})) as (master, _):
+        assert await master.query([FIRST]) == {}
+
+
+async def test_any_number_of_keys_is_asked_for_in_order() -> None:
+    keys = [ONE_RANK.keys(number.to_bytes(32))[0] for number in range(1000)]
+    async with mastered(holding(keys[::2])) as (master, peer):
+        assert set(await master.query(keys)) == await master.resident(keys) == set(keys[::2])
+        assert [key for request in peer.requests for key in asked(request.target)] == [*keys, *keys]
+        assert max(len(asked(request.target)) for request in peer.requests) == CHUNK_KEYS
+        assert len(peer.lines) == 1
+        assert await master.query([]) == {}
 
 
 # odd names
@@ -155,16 +69,18 @@ async def test_an_object_without_a_replica_does_not(entry: dict[str, Any]) -> No
 async def test_odd_names_arrive_as_they_are(name: str) -> None:
     scheme = KeyScheme.of(name, Ranks(tp=2))
     async with mastered(holding(keys_of(scheme, range(3)))) as (master, peer):
-        assert await master.look_up(prefix(5), scheme) == Residency(run=3, asked=10)
+        keys = keys_of(scheme, range(5))
+        assert await master.resident(sorted(keys)) == keys_of(scheme, range(3))
         assert await master.wait_for((2).to_bytes(32), scheme, PLENTY)
-        assert set(asked(peer.requests[0].target)) == keys_of(scheme, range(5))
+        assert set(asked(peer.requests[0].target)) == keys
 
 
 async def test_a_name_with_a_comma_is_unknown_and_not_absent() -> None:
     """The master cannot be asked for it at all: it splits after decoding."""
     scheme = KeyScheme.of("a,b")
     async with mastered(holding(keys_of(scheme, range(3)))) as (master, _):
-        assert await master.look_up(prefix(3), scheme) == Residency(None, 3, "answer")
+        with pytest.raises(BadAnswer):
+            await master.query(scheme.keys(bytes(32)))
         assert not await master.wait_for(bytes(32), scheme, 0.03)
 
 
@@ -206,7 +122,8 @@ NO_ANSWERS = {
 @pytest.mark.parametrize("said", NO_ANSWERS.values(), ids=NO_ANSWERS)
 async def test_a_wrong_answer_is_unknown(said: bytes) -> None:
     async with mastered(answers(said)) as (master, _):
-        assert await master.look_up(prefix(1), ONE_RANK) == Residency(None, 1, "answer")
+        with pytest.raises(BadAnswer):
+            await master.query([FIRST])
 
 
 @pytest.mark.parametrize(
@@ -214,12 +131,13 @@ async def test_a_wrong_answer_is_unknown(said: bytes) -> None:
 )
 async def test_a_broken_exchange_is_unknown(script: Script) -> None:
     async with mastered(script) as (master, _):
-        assert await master.look_up(prefix(1), ONE_RANK) == Residency(None, 1, "error")
+        with pytest.raises(WireError):
+            await master.query([FIRST])
 
 
 async def test_a_refused_connection_is_unknown() -> None:
-    master = Master([f"http://127.0.0.1:{free_port()}"], PLENTY)
-    assert await master.look_up(prefix(1), ONE_RANK) == Residency(None, 1, "error")
+    with pytest.raises(Unreachable):
+        await Master([f"http://127.0.0.1:{free_port()}"]).query([FIRST])
 
 
 async def test_an_answer_without_an_end_is_unknown() -> None:
@@ -230,7 +148,8 @@ async def test_an_answer_without_an_end_is_unknown() -> None:
             await line.send(b" " * 65536)
 
     async with mastered(script) as (master, _):
-        assert await master.look_up(prefix(1), ONE_RANK) == Residency(None, 1, "error")
+        with pytest.raises(WireError):
+            await master.query([FIRST])
 
 
 async def drips(line: Line) -> None:
@@ -245,64 +164,43 @@ async def drips(line: Line) -> None:
 @pytest.mark.parametrize("script", [hold, drips])
 async def test_the_deadline_bounds_a_silent_master(script: Script) -> None:
     """The bound is loose for slow machines; the wire's own limits begin at a second."""
-    async with mastered(script, deadline=0.02) as (master, peer):
+    async with mastered(script) as (master, peer):
         async with asyncio.timeout(0.8):
-            assert await master.look_up(prefix(1), ONE_RANK) == Residency(None, 1, "timeout")
+            with pytest.raises(TimedOut):
+                await master.query([FIRST], 0.02)
         assert len(peer.lines) == 1
         await until(lambda: master._wires[0].busy == 0)
 
 
-async def test_the_deadline_covers_all_chunks_together() -> None:
-    async def slow(line: Line) -> None:
-        while True:
-            keys = asked((await line.request()).target)
-            await asyncio.sleep(0.03)
-            await line.send(whole(dict.fromkeys(keys, IN_MEMORY)))
-
-    async with mastered(slow, deadline=0.05) as (master, _):
-        residency = await master.look_up(prefix(10 * CHUNK_KEYS), ONE_RANK)
-    assert (residency.run, residency.trouble) == (None, "timeout")
-
-
-async def test_a_gap_behind_trouble_is_unknown_as_a_whole() -> None:
-    async def script(line: Line) -> None:
-        keys = asked((await line.request()).target)
-        await line.send(whole(dict.fromkeys(keys, IN_MEMORY)))
-        await line.request()
-        await line.send(ok(b"", status=b"503 Service Unavailable"))
-
-    async with mastered(script) as (master, _):
-        assert await master.look_up(prefix(200), ONE_RANK) == Residency(None, 200, "answer")
-
-
-async def test_a_look_up_that_is_cancelled_stays_cancelled() -> None:
+async def test_a_question_that_is_cancelled_stays_cancelled() -> None:
     async with mastered(hold) as (master, peer):
-        looking = asyncio.create_task(master.look_up(prefix(1), ONE_RANK))
+        asking = asyncio.create_task(master.query([FIRST]))
         await until(lambda: peer.requests)
-        looking.cancel()
+        asking.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await looking
+            await asking
 
 
 # several masters
 
 
 async def test_the_next_master_is_asked_when_one_fails() -> None:
-    async with listen(holding(keys_of(ONE_RANK, range(2)))) as peer:
-        master = Master([f"http://127.0.0.1:{free_port()}", peer.url], PLENTY)
-        assert (await master.look_up(prefix(2), ONE_RANK)).trouble == "error"
+    async with listen(holding([FIRST])) as peer:
+        master = Master([f"http://127.0.0.1:{free_port()}", peer.url])
+        with pytest.raises(Unreachable):
+            await master.query([FIRST])
         for _ in range(3):
-            assert (await master.look_up(prefix(2), ONE_RANK)).run == 2
+            assert await master.query([FIRST])
         master.close()
 
 
 @pytest.mark.parametrize("together", [1, 2, 3, 4])
-async def test_look_ups_that_fail_together_do_not_pass_over_the_next_master(together: int) -> None:
-    async with listen(holding(keys_of(ONE_RANK, range(2)))) as peer:
-        master = Master([f"http://127.0.0.1:{free_port()}", peer.url], PLENTY)
-        failed = await asyncio.gather(*(master.look_up(prefix(2), ONE_RANK) for _ in range(together)))
-        assert [residency.trouble for residency in failed] == ["error"] * together
-        assert (await master.look_up(prefix(2), ONE_RANK)).run == 2
+async def test_questions_that_fail_together_do_not_pass_over_the_next_master(together: int) -> None:
+    async with listen(holding([FIRST])) as peer:
+        master = Master([f"http://127.0.0.1:{free_port()}", peer.url])
+        failed = await asyncio.gather(*(master.query([FIRST]) for _ in range(together)), return_exceptions=True)
+        assert all(isinstance(error, Unreachable) for error in failed)
+        assert await master.query([FIRST])
         master.close()
 
 
@@ -361,7 +259,7 @@ async def test_broken_connections_in_between_are_survived(broken: Callable[[], S
 
 async def test_another_master_may_know_of_the_block() -> None:
     async with listen(holding([FIRST])) as peer:
-        master = Master([f"http://127.0.0.1:{free_port()}", peer.url], PLENTY)
+        master = Master([f"http://127.0.0.1:{free_port()}", peer.url])
         assert await master.wait_for(bytes(32), ONE_RANK, PLENTY) is True
         master.close()
 
@@ -404,7 +302,7 @@ async def test_engines_name_their_blocks_otherwise_and_are_understood(ranks: Ran
         learnt = KeyScheme.from_found(prefixes(await master.keys_of(hashes(3, 4))))
         assert [request.target for request in peer.requests] == ["/get_all_keys"]
         assert set(learnt.prefixes) == set(scheme.prefixes)
-        assert (await master.look_up(prefix(8), learnt)).run == 8
+        assert await master.resident(sorted(stored)) == stored
 
 
 def prefixes(keys: Collection[str]) -> set[str]:
@@ -419,14 +317,6 @@ async def test_a_prefix_is_one_that_any_of_the_blocks_is_under() -> None:
         assert prefixes(await master.keys_of(hashes(0, 1))) == {STRANGE, window}
         assert prefixes(await master.keys_of(hashes(0, 2))) == {STRANGE}
         assert prefixes(await master.keys_of(hashes(2))) == set()
-
-
-async def test_any_number_of_keys_is_asked_for() -> None:
-    stored = keys_of(ONE_RANK, range(0, 1000, 2))
-    async with mastered(holding(stored)) as (master, peer):
-        assert await master.resident(sorted(keys_of(ONE_RANK, range(1000)))) == stored
-        assert max(len(asked(request.target)) for request in peer.requests) == CHUNK_KEYS
-        assert await master.resident([]) == set()
 
 
 @pytest.mark.parametrize("listing", [b"", b"\n\n", b"@", b"no hash\n@@\n", b"\xff@\n", bytes(32).hex().encode()])
@@ -482,7 +372,7 @@ async def test_a_master_that_takes_too_long_is_an_error(monkeypatch: pytest.Monk
 async def test_the_next_master_is_asked_for_names_too() -> None:
     stored = [STRANGE + hashes(0)[0].hex()]
     async with listen(telling(listed(stored), stored)) as peer:
-        master = Master([f"http://127.0.0.1:{free_port()}", peer.url], PLENTY)
+        master = Master([f"http://127.0.0.1:{free_port()}", peer.url])
         with pytest.raises(Unreachable):
             prefixes(await master.keys_of(hashes(0)))
         assert prefixes(await master.keys_of(hashes(0))) == {STRANGE}

@@ -123,7 +123,7 @@ async def test_names_are_learnt_from_a_block_that_must_be_there(adapted: Adapted
     eventually(lambda: adapted.holds(keys), "every full block is in the store")
 
     hashes = {bytes.fromhex(key.rpartition("@")[2]) for key in keys}
-    pool = PoolMaster([adapted.master.admin], 1.0)
+    pool = PoolMaster([adapted.master.admin])
     try:
         assert {key.rpartition("@")[0] + "@" for key in await pool.keys_of(hashes)} == set(KEY_NAMES.prefixes)
         assert await pool.resident([*keys, "nobody's"]) == keys
