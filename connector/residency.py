@@ -47,7 +47,7 @@ blocks, and the master then keeps them for its `default_kv_lease_ttl`, 10 s unle
 STRIDE = 32
 """Blocks between two landmarks."""
 LANDMARKS = 64 * 1024
-"""Landmarks that are kept, at most 256 bytes each: 16 MiB for prefixes of 2 million blocks."""
+"""Landmarks that are kept, at most 272 bytes each: 17 MiB for prefixes of 2 million blocks."""
 SAMPLES = 64
 NARROWING = 16
 """Samples of the stretch that a boundary is known to lie in."""
@@ -235,13 +235,13 @@ class _Probe:
         size, left = FIRST_KEYS, keys
         while self.run < end and left > 0:
             stop = min(end, self.run + self._fit(size))
+            left -= (stop - self.run) * self._chain.width
             if new := [place for place in range(self.run, stop) if place not in self._blocks]:
                 await self._ask((), new)
             while self.run < stop:
                 if not self._blocks[self.run]:
                     return False
                 self.run += 1
-            left -= size
             size = min(2 * size, CHUNK_KEYS)
         return True
 

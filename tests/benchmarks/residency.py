@@ -4,7 +4,7 @@ Agents work on one pool, some at a time: 20,000 common tokens, 10,000 of their o
 of 30 turns, in blocks of 16; another one comes when one has ended. The store is a real Mooncake master's, with
 one segment that holds a part of what they work on. Before each turn the gateway's look-up is made, and at once
 the engine's own: `batch_is_exist` of all keys, which renews their leases, by a native client in a process of its
-own. Then the engine puts what it missed. Objects have few bytes. Leases, and the time for which a prefix counts
+own. Then the engine puts what it missed. Leases, and the time for which a prefix counts
 as verified, are as much shorter as the agents are faster than real ones.
 
 Over-predicted is a run that is more than 128 blocks longer than what the engine found.
@@ -43,7 +43,8 @@ TURNS = 30
 LEASE = 0.5
 """Seconds; Mooncake's own are 10."""
 SPEED = 10.0 / LEASE
-VALUE = bytes(256)
+SEGMENT = 64 * 1024 * 1024
+"""Bytes of the store; objects are as large as lets so many in as are wanted."""
 PUT = 512
 PAIRS = 400
 DEADLINE = 0.25
@@ -63,16 +64,17 @@ def scheme_of(ranks: int) -> KeyScheme:
 # the engine, in a process of its own
 
 
-def engine(rpc: str, segment: int, ranks: int) -> None:
+def engine(rpc: str, size: int, ranks: int) -> None:
     """Answer lines `turn AGENT BLOCKS` and `look AGENT BLOCKS`: seconds of the look-up, its run, and failed puts."""
     os.environ |= {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_LOG_LEVEL": "ERROR"}
     # The variables must be set before; the wheel has no types.
     from mooncake.store import MooncakeDistributedStore  # type: ignore[import-untyped]  # noqa: PLC0415
 
     client = MooncakeDistributedStore()
-    if code := client.setup("127.0.0.1", "P2PHANDSHAKE", segment, 16 * 1024 * 1024, "tcp", "", rpc):
+    if code := client.setup("127.0.0.1", "P2PHANDSHAKE", SEGMENT, 16 * 1024 * 1024, "tcp", "", rpc):
         raise SystemExit(f"the master does not take this client: {code}")
     scheme = scheme_of(ranks)
+    value = bytes(size)
     known: dict[int, tuple[bytes, ...]] = {}
     print("ready", flush=True)
     for line in sys.stdin:
@@ -88,7 +90,7 @@ def engine(rpc: str, segment: int, ranks: int) -> None:
         if verb == "turn":
             missing = [key for key, code in zip(keys, there, strict=True) if code != 1]
             parts = [missing[start : start + PUT] for start in range(0, len(missing), PUT)]
-            print(sum(client.put_batch(part, [VALUE] * len(part)) != 0 for part in parts), flush=True)
+            print(sum(client.put_batch(part, [value] * len(part)) != 0 for part in parts), flush=True)
 
 
 class Engine:
@@ -98,8 +100,8 @@ class Engine:
         self._process = process
 
     @classmethod
-    async def start(cls, rpc: str, segment: int, ranks: int) -> "Engine":
-        arguments = ("-m", "tests.benchmarks.residency", "--engine", rpc, str(segment), str(ranks))
+    async def start(cls, rpc: str, size: int, ranks: int) -> "Engine":
+        arguments = ("-m", "tests.benchmarks.residency", "--engine", rpc, str(size), str(ranks))
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             sys.executable, *arguments, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL, env=inherited()
@@ -244,10 +246,9 @@ def evicted(admin: str) -> int:
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    segment = options.segment * 1024 * 1024
     scheme = scheme_of(options.ranks)
     with start_master(folder, extra_args=(f"--default_kv_lease_ttl={int(LEASE * 1000)}",)) as master:
-        engine = await Engine.start(master.rpc, segment, options.ranks)
+        engine = await Engine.start(master.rpc, SEGMENT // options.store // options.ranks, options.ranks)
         residence = Residence(Master([master.admin]), DEADLINE, verified=5.0 / SPEED)
         try:
             await residence.open()
@@ -291,15 +292,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1, help="tensor parallel ranks, each with an object of a block")
     parser.add_argument("--agents", type=int, default=40)
-    parser.add_argument("--together", type=int, default=16, help="agents at work at a time")
-    parser.add_argument("--segment", type=int, default=16, help="MiB of the store, 256 bytes an object")
+    parser.add_argument("--together", type=int, default=24, help="agents at work at a time")
+    parser.add_argument("--store", type=int, default=60_000, help="blocks that the store holds")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--engine", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine is not None:
-        rpc, segment, ranks = options.engine
-        engine(rpc, int(segment), int(ranks))
+        rpc, size, ranks = options.engine
+        engine(rpc, int(size), int(ranks))
         return
     with tempfile.TemporaryDirectory() as folder:
         figures = uvloop.run(measure(options, Path(folder)))
