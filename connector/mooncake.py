@@ -119,7 +119,7 @@ class Master:
             self._lose()
             return
         wire = serving[0]
-        self._wires.sort(key=wire.__ne__)
+        self._wires.sort(key=lambda other: other is not wire)
         if wire is not self._served_by:
             self._lose()
             self._served_by = wire

@@ -3,6 +3,7 @@
     Residence  answers a look-up; owns the pool's `Master` and what goes on beside the requests
     Landmarks  which prefixes were looked up before, and when they were seen to be there
     _Probe     one question to the pool, in a few rounds
+    _Frontier  how old what the master evicts is
 
 A prefix that was seen less than `VERIFIED_SECONDS` ago is not asked for. One that was looked up before is
 sampled: one block at random of each of `SAMPLES` stretches, one object of it, the first and the last block
@@ -14,7 +15,8 @@ Why a sample will do: an engine's look-up renews the leases of a whole prompt at
 the oldest leases first (BatchEvict in mooncake-store/src/master_service.cpp). So a prompt is there or gone as
 a whole, but for the one at the boundary of an eviction, which has lost a random part, any part as likely as
 another (measured: 360 to 1966 of 2000 blocks, alike in every tenth). Of n samples all survive in 1 of n + 1
-such cases.
+such cases. Which prompts may be at the boundary is told by how old those are that were found to be gone;
+they are sampled more densely.
 
 Where a sample is missing and another one behind it is there, blocks were lost at random, and the first gap
 lies near the beginning: blocks are asked for from there on. Otherwise the end is missing: blocks were never
@@ -49,6 +51,8 @@ STRIDE = 32
 LANDMARKS = 64 * 1024
 """Landmarks that are kept, at most 272 bytes each: 17 MiB for prefixes of 2 million blocks."""
 SAMPLES = 64
+MORE_SAMPLES = 192
+"""Asked for as well where all samples of a prefix are there that is about as old as what is evicted."""
 NARROWING = 16
 """Samples of the stretch that a boundary is known to lie in."""
 FIRST_KEYS = 16
@@ -169,12 +173,18 @@ class _OutOfKeys(Exception):
 class _Probe:
     """One question to the pool about one chain. What it has found holds, even where it is not at its end."""
 
-    def __init__(self, master: Master, chain: Chain, fresh: int, known: int, *, until: float, chance: Random) -> None:
-        """Blocks up to `fresh` are there, those up to `known` were looked up; `until` is on the loop's clock."""
+    def __init__(
+        self, master: Master, chain: Chain, fresh: int, known: int, *, doubtful: bool, until: float, chance: Random
+    ) -> None:
+        """Blocks up to `fresh` are there, those up to `known` were looked up; `until` is on the loop's clock.
+
+        `doubtful`: eviction may have come as far as this.
+        """
         self._master = master
         self._chain = chain
         self._fresh = fresh
         self._known = known
+        self._doubtful = doubtful
         self._until = until
         self._chance = chance
         self._samples: dict[int, Tier | None] = {}
@@ -214,19 +224,23 @@ class _Probe:
 
     async def _sampled(self, end: int, whole: Iterable[int] = ()) -> bool:
         """Move `run` towards `end` by what samples say; `whole` is asked for on the way. False: there is a gap."""
-        gap, samples = end, SAMPLES
-        while (gap - self.run) * self._chain.width > CHUNK_KEYS or samples == SAMPLES:
+        gap, samples, more = end, SAMPLES, MORE_SAMPLES if self._doubtful else 0
+        while samples != NARROWING or (gap - self.run) * self._chain.width > CHUNK_KEYS:
             places = self._places(self.run, gap, samples)
             await self._ask(places, whole)
+            whole = ()
             lost = next((place for place in places if not self._samples[place]), gap)
             if lost == end:
-                self.run = end
-                return True
-            if any(self._samples[place] for place in places if place > lost):
+                if not more or len(places) == end - self.run:
+                    self.run = end
+                    return True
+                samples, more = more, 0
+                continue
+            if any(tier for place, tier in self._samples.items() if place > lost):
                 gap = lost
                 break
             self.run = max((place + 1 for place in places if place < lost), default=self.run)
-            gap, samples, whole = lost, NARROWING, ()
+            gap, samples = lost, NARROWING
         await self._whole(gap, MAX_KEYS)
         return False
 
@@ -275,6 +289,24 @@ class _Probe:
 def _farthest(tiers: Sequence[Tier | None]) -> Tier | None:
     """A block is where the farthest of its objects is, and nowhere if one is missing."""
     return None if None in tiers else "disk" if "disk" in tiers else "memory"
+
+
+class _Frontier:
+    """How long ago that was used last which the master evicts now, in seconds: younger prefixes are there.
+
+    It is bracketed by what look-ups find: something as old as this was lost, or all of something older was there.
+    """
+
+    def __init__(self) -> None:
+        self._age = float("inf")
+
+    def near(self, age: float) -> bool:
+        """Whether something of that age may have lost a part. A margin of half, since look-ups are few."""
+        return age > self._age / 2
+
+    def note(self, age: float, *, lost: bool) -> None:
+        if lost is (age < self._age):
+            self._age = age
 
 
 class _Breaker:
@@ -328,6 +360,7 @@ class Residence:
         self._landmarks = Landmarks()
         self._probes: dict[bytes, asyncio.Task[Residency]] = {}
         self._breaker = _Breaker()
+        self._frontier = _Frontier()
         self._watch: asyncio.Task[None] | None = None
         self._scan_every = scan_every
         self._scan: asyncio.Task[None] | None = None
@@ -398,7 +431,10 @@ class Residence:
         began = self._clock()
         since = self._since(began)
         fresh, known = self._landmarks.fresh(chain, since), self._landmarks.known(chain)
-        probe = _Probe(self.master, chain, fresh, known, until=until, chance=self._chance)
+        once = self._landmarks.fresh(chain, NEVER.seen)
+        age = began - self._landmarks.mark(chain, once).seen
+        doubtful = self._frontier.near(age)
+        probe = _Probe(self.master, chain, fresh, known, doubtful=doubtful, until=until, chance=self._chance)
         trouble: Trouble | None = None
         try:
             await probe.go()
@@ -412,6 +448,8 @@ class Residence:
             self._breaker.failed(self._clock())
             return Residency(None, probe.asked, trouble)
         self._breaker.succeeded()
+        if once > fresh:
+            self._frontier.note(age, lost=probe.run < once)
         return Residency(probe.run, probe.asked, disk=self._remember(chain, probe, fresh, began))
 
     def _remember(self, chain: Chain, probe: _Probe, fresh: int, began: float) -> int:

@@ -275,6 +275,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "lost_something_percent": 100 * figures.partial / turns,
         "evicted_keys": gone,
         "failed_puts": figures.failed_puts,
+        "over_5_ms_percent": 100 * sum(seconds > 0.005 for seconds in figures.seconds) / turns,
         "look_up_ms_p50": 1000 * rank(figures.seconds, 0.5),
         "look_up_ms_p99": 1000 * rank(figures.seconds, 0.99),
         "engine_ms_p50_alone": 1000 * pair[0],

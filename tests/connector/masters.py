@@ -43,3 +43,13 @@ def master_with(entries: dict[str, dict[str, Any]]) -> Script:
 
 def holding(keys: Iterable[str]) -> Script:
     return master_with(dict.fromkeys(keys, IN_MEMORY))
+
+
+async def standby(line: Line) -> None:
+    """A master that does not serve: it says so, and knows no key."""
+    while True:
+        target = (await line.request()).target
+        if target == "/health":
+            await line.send(ok(b'{"status":"ok","role":"standby","service_ready":false}'))
+        else:
+            await line.send(ok(orjson.dumps({"success": True, "data": dict.fromkeys(asked(target), EMPTY)})))

@@ -2,11 +2,17 @@
 
 import asyncio
 import itertools
+import os
 import random
+import signal
+import time
 import tracemalloc
-from collections.abc import AsyncIterator, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import orjson
 import pytest
@@ -29,8 +35,11 @@ from connector.residency import (
     Residence,
     Residency,
 )
-from tests.connector.masters import EMPTY, IN_MEMORY, ON_DISK, asked, holding, keys_of, master_with
+from tests.connector.masters import EMPTY, IN_MEMORY, ON_DISK, asked, holding, keys_of, master_with, standby
+from tests.connector.objects import Objects, missing
 from tests.connector.peer import Line, Peer, Script, answers, free_port, hold, listen, ok, once, until
+from tests.real.stack import Master as RealMaster
+from tests.real.stack import start_master
 
 ONE_RANK = KeyScheme.of("Qwen3-8B")
 TWO_RANKS = KeyScheme.of("Qwen3-8B", Ranks(tp=2))
@@ -540,3 +549,176 @@ async def test_a_scan_that_fails_counts_nothing() -> None:
         assert (await there.look_up(8)).run == 8
         await until(lambda: there.residence._scan is not None and there.residence._scan.done())
         assert there.residence.scans == 0
+
+
+# real masters
+
+needs_a_master = pytest.mark.skipif((reason := missing()) is not None, reason=reason or "")
+SOON = 30.0
+"""Seconds after which a wait for a real master is hopeless."""
+
+
+@asynccontextmanager
+async def opened(*urls: str, deadline: float = PLENTY, verified: float = 1000.0) -> AsyncIterator[Residence]:
+    residence = Residence(Master(urls), deadline, verified=verified, chance=random.Random(1), scan_every=10**9)
+    await residence.open()
+    try:
+        yield residence
+    finally:
+        await residence.close()
+
+
+async def sees(residence: Residence, blocks: int, scheme: KeyScheme, holds: Callable[[Residency], bool]) -> Residency:
+    """Look up until it is as expected."""
+    async with asyncio.timeout(SOON):
+        while not holds(residency := await residence.look_up(prefix(blocks), scheme)):  # noqa: ASYNC110 -- nobody tells
+            await asyncio.sleep(0.05)
+    return residency
+
+
+def all_keys(scheme: KeyScheme, blocks: Iterable[int]) -> list[str]:
+    return [key for number in blocks for key in scheme.keys(number.to_bytes(32))]
+
+
+@needs_a_master
+@pytest.mark.parametrize("scheme", [ONE_RANK, KeyScheme.of("m", Ranks(tp=2, groups=(0, 1)))])
+def test_a_real_pool_is_seen_as_an_engine_sees_it(tmp_path: Path, scheme: KeyScheme) -> None:
+    async def look(url: str, objects: Objects) -> None:
+        async with opened(url) as residence:
+            assert await residence.look_up(prefix(500), scheme) == Residency(300, ANY)
+            objects.remove([scheme.keys((30).to_bytes(32))[-1]])
+            assert await residence.look_up(prefix(300), scheme) == Residency(300, 0), "seen just now"
+            residence.master.changed = time.monotonic()
+            assert (await residence.look_up(prefix(31), scheme)).run in (30, 31)
+        async with opened(url) as other:
+            assert (await other.look_up(prefix(300), scheme)).run == 30
+
+    with start_master(tmp_path) as master, Objects(master.rpc) as objects:
+        objects.put(all_keys(scheme, range(300)))
+        asyncio.run(look(master.admin, objects))
+
+
+@needs_a_master
+def test_what_a_real_pool_evicts_is_not_said_to_be_there(tmp_path: Path) -> None:
+    """Prompts come until the first ones are gone, one of them in part."""
+    number, blocks, size = 30, 500, 1536
+
+    def prompt(which: int) -> Prefix:
+        return Prefix(blocks * 16 + 1, 16, tuple(sha256(b"%d %d" % (which, n)).digest() for n in range(blocks)))
+
+    async def look(url: str, objects: Objects) -> None:
+        async with opened(url, verified=0.0) as residence:
+            for which in range(number):
+                objects.put([key for block in prompt(which).hashes for key in ONE_RANK.keys(block)], size)
+                assert (await residence.look_up(prompt(which), ONE_RANK)).run is not None
+            gone = 0
+            for which in range(number):
+                said = await residence.look_up(prompt(which), ONE_RANK)
+                keys = [ONE_RANK.keys(block)[0] for block in prompt(which).hashes]
+                there = await residence.master.resident(keys)
+                real = next((at for at, key in enumerate(keys) if key not in there), blocks)
+                assert said.run is not None
+                assert said.run - real <= OVER
+                assert said.run == real or 0 < len(there) < blocks, "only what is lost in part is ever misjudged"
+                gone += not there
+            assert 0 < gone < number
+
+    flags = ("--default_kv_lease_ttl=100",)
+    with start_master(tmp_path, extra_args=flags) as master, Objects(master.rpc) as objects:
+        asyncio.run(look(master.admin, objects))
+
+
+@needs_a_master
+def test_the_segment_of_an_engine_that_was_killed_is_missed(tmp_path: Path) -> None:
+    """It is dropped by the master after its client_ttl, and here with the next look at the segments."""
+
+    async def look(url: str, objects: Objects) -> None:
+        async with opened(url) as residence:
+            assert (await residence.look_up(prefix(64), ONE_RANK)).run == 64
+            assert (await residence.look_up(prefix(64), ONE_RANK)).asked == 0
+            killed = time.monotonic()
+            objects.kill()
+            seen = await sees(residence, 64, ONE_RANK, lambda residency: residency.asked > 0)
+            assert seen.run == 0
+            assert residence.master.changed > killed
+
+    with start_master(tmp_path, extra_args=("--client_ttl=2",)) as master, Objects(master.rpc) as objects:
+        objects.put(all_keys(ONE_RANK, range(64)))
+        asyncio.run(look(master.admin, objects))
+
+
+@needs_a_master
+def test_a_master_that_comes_back_has_forgotten_and_so_has_the_gateway(tmp_path: Path) -> None:
+    async def look(master: RealMaster) -> None:
+        async with opened(master.admin) as residence:
+            assert (await residence.look_up(prefix(64), ONE_RANK)).run == 64
+            master.kill()
+            gone = await sees(residence, 64, ONE_RANK, lambda residency: residency.run is None)
+            assert gone == OPEN
+            with start_master(tmp_path, master.rpc_port, master.admin_port):
+                back = await sees(residence, 64, ONE_RANK, lambda residency: residency.run is not None)
+                assert back.run == 0
+                assert back.asked > 0
+
+    with start_master(tmp_path) as master, Objects(master.rpc) as objects:
+        objects.put(all_keys(ONE_RANK, range(64)))
+        asyncio.run(look(master))
+
+
+@needs_a_master
+def test_a_real_master_that_hangs_costs_no_more_than_the_deadline(tmp_path: Path) -> None:
+    async def look(master: RealMaster) -> None:
+        async with opened(master.admin, deadline=0.1) as residence:
+            await sees(residence, 64, ONE_RANK, lambda residency: residency.run == 64)
+            os.killpg(master.process.pid, signal.SIGSTOP)
+            try:
+                sick = await sees(residence, 65, ONE_RANK, lambda residency: residency.run is None)
+                assert sick.trouble in ("timeout", "open")
+                assert await sees(residence, 65, ONE_RANK, lambda residency: residency.trouble == "open") == OPEN
+            finally:
+                os.killpg(master.process.pid, signal.SIGCONT)
+            back = await sees(residence, 65, ONE_RANK, lambda residency: residency.run is not None)
+            assert back.run == 64
+
+    with start_master(tmp_path) as master, Objects(master.rpc) as objects:
+        objects.put(all_keys(ONE_RANK, range(64)))
+        asyncio.run(look(master))
+
+
+@needs_a_master
+def test_the_master_that_serves_is_asked(tmp_path: Path) -> None:
+    """A standby answers as well; that it knows nothing would look like an empty pool."""
+
+    async def look(url: str) -> None:
+        async with listen(standby) as peer, opened(peer.url, url) as residence:
+            for _ in range(3):
+                assert (await residence.look_up(prefix(64), ONE_RANK)).run == 64
+            assert all(request.target == "/health" for request in peer.requests)
+
+    with start_master(tmp_path) as master, Objects(master.rpc) as objects:
+        objects.put(all_keys(ONE_RANK, range(64)))
+        asyncio.run(look(master.admin))
+
+
+@needs_a_master
+def test_a_real_pool_tells_memory_from_disk(tmp_path: Path) -> None:
+    """With offloading every object goes to disk as well; under pressure some stay there alone."""
+    blocks, size = 100, 64 * 1024
+
+    async def look(url: str, objects: Objects) -> None:
+        async with opened(url, verified=0.0) as residence:
+            assert (await residence.look_up(prefix(blocks), ONE_RANK)) == Residency(blocks, ANY, disk=0)
+            others = iter(range(1000, 2000, 20))
+            async with asyncio.timeout(SOON):
+                while not (residency := await residence.look_up(prefix(blocks), ONE_RANK)).disk:
+                    assert residency.run == blocks
+                    objects.put(all_keys(ONE_RANK, range(start := next(others), start + 20)), size)
+                    await asyncio.sleep(1.0)
+            assert residency.run == blocks
+            assert objects.exist(all_keys(ONE_RANK, range(blocks))) == blocks
+
+    flags = ("--enable_offload=true", "--default_kv_lease_ttl=100")
+    (folder := tmp_path / "disk").mkdir()
+    with start_master(tmp_path, extra_args=flags) as master, Objects(master.rpc, folder) as objects:
+        objects.put(all_keys(ONE_RANK, range(blocks)), size)
+        asyncio.run(look(master.admin, objects))
