@@ -197,7 +197,8 @@ class Telemetry:
         )
         self.lookups = self._counter(
             "lookups",
-            "Pool look-ups by result: known, timeout, error (no connection), answer (unreadable).",
+            "Pool look-ups by result: known, timeout, error (no connection), answer (unreadable), "
+            "open (not asked: none serves, or the last ones failed).",
             "pool",
             "result",
         )

@@ -39,7 +39,7 @@ def missing() -> str | None:
 
 
 class Objects:
-    def __init__(self, rpc: str, folder: Path | None = None) -> None:
+    def __init__(self, rpc: str, folder: Path | None = None, tenant: str = "default") -> None:
         """With a `folder`, objects are put on disk, too, a file each, within a second or so."""
         offload = {
             "MOONCAKE_OFFLOAD_STORAGE_BACKEND_DESCRIPTOR": "file_per_key_storage_backend",
@@ -48,7 +48,7 @@ class Objects:
         }
         quiet = {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_LOG_LEVEL": "ERROR"}
         self._process = subprocess.Popen(
-            [sys.executable, __file__, rpc, str(folder or "")],
+            [sys.executable, __file__, rpc, str(folder or ""), tenant],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -103,7 +103,7 @@ class Objects:
         return json.loads(line)
 
 
-def serve(rpc: str, folder: str) -> None:
+def serve(rpc: str, folder: str, tenant: str) -> None:
     # The wheel has no types, and is loaded in this process only.
     from mooncake.store import MooncakeDistributedStore  # type: ignore[import-untyped]  # noqa: PLC0415
 
@@ -115,7 +115,7 @@ def serve(rpc: str, folder: str) -> None:
 
     client = MooncakeDistributedStore()
     place = ("127.0.0.1", "P2PHANDSHAKE", SEGMENT, BUFFER, "tcp", "", rpc)
-    answer(client.setup(*place, None, bool(folder), folder) if folder else client.setup(*place))
+    answer(client.setup(*place, None, bool(folder), folder, tenant))
     for line in sys.stdin:
         verb, keys, size = json.loads(line)
         if verb == "put":

@@ -1,8 +1,10 @@
 """The masters as they are spoken to: a double that decodes and splits as they do, and real ones."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import orjson
 import pytest
@@ -11,7 +13,9 @@ from connector.errors import BadAnswer, Disconnected, TimedOut, Unreachable, Wir
 from connector.keys import KeyScheme, Ranks
 from connector.mooncake import CHUNK_KEYS, Master
 from tests.connector.masters import EMPTY, IN_MEMORY, ON_DISK, asked, holding, keys_of, master_with
+from tests.connector.objects import Objects, missing
 from tests.connector.peer import Line, Peer, Script, answers, free_port, hold, listen, ok, once, until
+from tests.real.stack import start_master
 
 ONE_RANK = KeyScheme.of("Qwen3-8B")
 PLENTY = 5.0
@@ -202,6 +206,185 @@ async def test_questions_that_fail_together_do_not_pass_over_the_next_master(tog
         assert all(isinstance(error, Unreachable) for error in failed)
         assert await master.query([FIRST])
         master.close()
+
+
+# which master serves, and what the pool lost
+
+
+READY: dict[str, object] = {"status": "ok", "role": "leader", "service_ready": True}
+STANDBY: dict[str, object] = {"status": "ok", "role": "standby", "service_ready": False}
+
+
+class Said:
+    """What a master tells of itself."""
+
+    def __init__(self, *segments: str) -> None:
+        self.health: object = READY
+        self.segments: object = {"segments": [segment(name) for name in segments]}
+        self.quotas = ok(b"{}", status=b"409 Conflict")
+        self.keys = {FIRST}
+
+    async def script(self, line: Line) -> None:
+        while True:
+            target = (await line.request()).target
+            if target == "/health":
+                await line.send(ok(self.health if isinstance(self.health, bytes) else orjson.dumps(self.health)))
+            elif target == "/get_segments_detail":
+                await line.send(ok(orjson.dumps(self.segments)))
+            elif target == "/api/v1/tenant_quotas":
+                await line.send(self.quotas)
+            else:
+                await line.send(whole({key: IN_MEMORY if key in self.keys else EMPTY for key in asked(target)}))
+
+
+def segment(name: str, client: str = "c", status: str = "OK") -> dict[str, object]:
+    return {"segment_name": name, "client_id": client, "status": status, "size_bytes": 1}
+
+
+@asynccontextmanager
+async def watched(*said: Said) -> AsyncIterator[tuple[Master, list[Peer]]]:
+    """A master that was looked at once, with a clock that counts the times that it is read."""
+    async with AsyncExitStack() as stack:
+        peers = [await stack.enter_async_context(listen(one.script)) for one in said]
+        master = Master([peer.url for peer in peers], itertools.count(1.0).__next__)
+        stack.callback(master.close)
+        await master.look()
+        yield master, peers
+
+
+async def test_a_pool_that_stays_has_lost_nothing() -> None:
+    said = Said("a", "b")
+    async with watched(said) as (master, _):
+        changed = master.changed
+        await master.look()
+        said.segments = {"segments": [segment(name) for name in "abc"]}
+        await master.look()
+        assert (master.changed, master.serving) == (changed, True)
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        [],
+        [segment("a")],
+        [segment("a"), segment("b", client="another")],
+        [segment("a"), segment("b", status="UNMOUNTING")],
+        None,
+    ],
+)
+async def test_a_segment_that_is_gone_is_a_loss(left: object) -> None:
+    said = Said("a", "b")
+    async with watched(said) as (master, _):
+        changed = master.changed
+        said.segments = {"segments": left}
+        await master.look()
+        assert master.changed > changed
+
+
+async def test_a_master_that_serves_no_longer_is_a_loss_and_so_is_its_return() -> None:
+    said = Said("a")
+    async with watched(said) as (master, _):
+        for health, serving in ((STANDBY, False), (READY, True)):
+            changed = master.changed
+            said.health = health
+            await master.look()
+            assert master.serving is serving
+            assert master.changed > changed
+
+
+@pytest.mark.parametrize("health", [b"OK", b"[]", b"7", b"{}", READY])
+async def test_older_masters_say_less_of_their_health(health: object) -> None:
+    said = Said()
+    said.health = health
+    async with watched(said) as (master, _):
+        assert master.serving
+
+
+async def test_the_master_that_serves_is_asked_and_followed() -> None:
+    first, second = Said("a"), Said("a")
+    first.health = STANDBY
+    first.keys = set()
+    async with watched(first, second) as (master, peers):
+        assert await master.resident([FIRST]) == {FIRST}
+        changed = master.changed
+        first.keys, second.keys = second.keys, first.keys
+        first.health, second.health = READY, STANDBY
+        await master.look()
+        assert await master.resident([FIRST]) == {FIRST}
+        assert master.changed > changed
+        assert [len([r for r in peer.requests if r.target.startswith("/batch")]) for peer in peers] == [1, 1]
+
+
+async def test_a_question_that_fails_is_not_put_to_a_standby() -> None:
+    standby = Said()
+    standby.health, standby.keys = STANDBY, set()
+    serving = Said("a")
+    async with watched(standby, serving) as (master, peers):
+        for line in peers[1].lines:
+            line.reset()
+        serving.keys = set()
+        with pytest.raises(BadAnswer):
+            await master.query(["a,b"])
+        assert await master.query([FIRST]) == {}
+        assert not [request for request in peers[0].requests if request.target.startswith("/batch")]
+
+
+async def test_a_look_at_a_silent_master_ends() -> None:
+    async with listen(hold) as peer, asyncio.timeout(4):
+        master = Master([peer.url, f"http://127.0.0.1:{free_port()}"])
+        await master.look()
+        assert not master.serving
+        master.close()
+
+
+async def test_a_master_of_several_tenants_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    said = Said("a")
+    said.quotas = ok(b"[]")
+    async with watched(said) as (master, _):
+        await master.look()
+    [told] = [record.message for record in caplog.records if "multi-tenant" in record.message]
+    assert master._wires[0].origin in told
+
+
+async def test_the_watch_goes_on_until_it_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("connector.mooncake.WATCH_SECONDS", 0.05)
+    said = Said("a")
+    async with watched(said) as (master, _):
+        watch = asyncio.create_task(master.watch())
+        said.health = STANDBY
+        await until(lambda: not master.serving)
+        said.health = READY
+        await until(lambda: master.serving)
+        watch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await watch
+
+
+@pytest.mark.skipif((reason := missing()) is not None, reason=reason or "")
+def test_a_real_master_of_several_tenants_shows_the_default_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    quotas = tmp_path / "quotas.yaml"
+    quotas.write_text("version: 1\ntenants:\n- name: default\n  quota: 16MB\n- name: other\n  quota: 16MB\n")
+    flags = ("--enable_multi_tenants=true", "--tenant_quota_connector_type=file")
+
+    async def look(url: str) -> None:
+        master = Master([url])
+        await master.look()
+        assert master.serving
+        assert await master.resident([FIRST, "of another"]) == {FIRST}
+        master.close()
+
+    with (
+        start_master(tmp_path, extra_args=(*flags, f"--tenant_quota_connector_uri={quotas}")) as master,
+        Objects(master.rpc) as objects,
+        Objects(master.rpc, tenant="other") as others,
+    ):
+        objects.put([FIRST])
+        others.put(["of another"])
+        assert others.exist([FIRST, "of another"]) == 1
+        asyncio.run(look(master.admin))
+    assert "multi-tenant" in caplog.text
 
 
 # waiting for a block
