@@ -9,8 +9,8 @@ as verified, are as much shorter as the agents are faster than real ones.
 
 Over-predicted is a run that is more than 128 blocks longer than what the engine found.
 
-At the end the engine looks the agents' prompts up again and again, every other time while the gateway looks
-another one up at the same moment.
+At the end the engine looks the agents' prompts up again and again: alone, right after the gateway has looked
+another one up, as where requests come one by one, and at the same moment with it.
 """
 
 import argparse
@@ -46,7 +46,7 @@ SPEED = 10.0 / LEASE
 SEGMENT = 64 * 1024 * 1024
 """Bytes of the store; objects are as large as lets so many in as are wanted."""
 PUT = 512
-PAIRS = 400
+ROUNDS = 600
 DEADLINE = 0.25
 """Seconds for a look-up here, where the machine may have other work."""
 
@@ -212,19 +212,23 @@ async def work(residence: Residence, engine: Engine, options: argparse.Namespace
 
 async def interference(
     residence: Residence, engine: Engine, agents: Sequence[Agent], scheme: KeyScheme
-) -> tuple[float, ...]:
-    """Seconds of the engine's look-ups at p50 and p99: alone, and while the gateway makes one of its own."""
+) -> dict[str, list[float]]:
+    """Seconds of the engine's look-ups: alone, right after one of the gateway, and while it makes one."""
     prefixes = [agent.prefix for agent in agents]
-    alone: list[float] = []
-    beside: list[float] = []
-    for number in range(2 * PAIRS):
-        agent, other = agents[number // 2 % len(agents)], prefixes[(number // 2 + 1) % len(agents)]
-        looking = asyncio.create_task(residence.look_up(other, scheme)) if number % 2 else None
-        seconds, _ = await engine.look("look", agent.number, agent.blocks)
-        (beside if number % 2 else alone).append(seconds)
-        if looking is not None:
-            await looking
-    return rank(alone, 0.5), rank(alone, 0.99), rank(beside, 0.5), rank(beside, 0.99)
+    seconds: dict[str, list[float]] = {"alone": [], "after": [], "beside": []}
+    for number in range(ROUNDS):
+        agent, other = agents[number % len(agents)], prefixes[(number + 1) % len(agents)]
+        for way, taken in seconds.items():
+            looking = asyncio.create_task(residence.look_up(other, scheme)) if way != "alone" else None
+            if looking is not None and way == "after":
+                await looking
+            took, _ = await engine.look("look", agent.number, agent.blocks)
+            taken.append(took)
+            if looking is not None:
+                await looking
+        if number % 100 == 99:
+            say(f"{number + 1} of {ROUNDS} rounds of look-ups side by side")
+    return seconds
 
 
 async def verified_cost(residence: Residence, agent: Agent, scheme: KeyScheme) -> float:
@@ -256,7 +260,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             agents = await work(residence, engine, options, figures)
             gone = evicted(master.admin)
             scans = (residence.scans, residence.over_predicted, residence.under_predicted)
-            pair = await interference(residence, engine, agents, scheme)
+            beside = await interference(residence, engine, agents, scheme)
         finally:
             await residence.close()
             engine.kill()
@@ -278,10 +282,11 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "over_5_ms_percent": 100 * sum(seconds > 0.005 for seconds in figures.seconds) / turns,
         "look_up_ms_p50": 1000 * rank(figures.seconds, 0.5),
         "look_up_ms_p99": 1000 * rank(figures.seconds, 0.99),
-        "engine_ms_p50_alone": 1000 * pair[0],
-        "engine_ms_p99_alone": 1000 * pair[1],
-        "engine_ms_p50_beside": 1000 * pair[2],
-        "engine_ms_p99_beside": 1000 * pair[3],
+        **{
+            f"engine_ms_p{round(100 * share)}_{way}": 1000 * rank(taken, share)
+            for share in (0.5, 0.99)
+            for way, taken in beside.items()
+        },
         "scans": scans[0],
         "scans_over": scans[1],
         "scans_under": scans[2],
