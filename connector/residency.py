@@ -91,13 +91,16 @@ class Residency:
 class Mark(NamedTuple):
     """What is known of a prefix."""
 
-    seen: float
-    """When all of it was there; -inf where it was not, or nobody could tell."""
+    at: float
+    """When it was looked up; the oldest of its parts counts."""
+    there: bool
+    """All of it was, then."""
     disk: int
     """Blocks of it on disk alone."""
 
 
-NEVER = Mark(float("-inf"), 0)
+EMPTY = Mark(float("inf"), there=True, disk=0)
+"""The prefix of no blocks is always there."""
 
 
 class Chain:
@@ -133,16 +136,26 @@ class Landmarks:
     def __len__(self) -> int:
         return len(self._marks)
 
-    def mark(self, chain: Chain, end: int) -> Mark:
-        return self._marks.get(chain.name(end), NEVER) if end else Mark(float("inf"), 0)
+    def mark(self, chain: Chain, end: int) -> Mark | None:
+        return self._marks.get(chain.name(end)) if end else EMPTY
+
+    def at(self, chain: Chain, end: int) -> float:
+        """When that prefix was looked up; of none, never."""
+        mark = self.mark(chain, end)
+        return mark.at if mark is not None else float("-inf")
 
     def known(self, chain: Chain) -> int:
         """Blocks of the longest prefix of `chain` that was looked up before."""
         return self._longest(chain, lambda end: chain.name(end) in self._marks)
 
-    def fresh(self, chain: Chain, since: float) -> int:
-        """Blocks of the longest prefix of `chain` that was seen after `since`."""
-        return self._longest(chain, lambda end: self.mark(chain, end).seen > since)
+    def there(self, chain: Chain, since: float = float("-inf")) -> int:
+        """Blocks of the longest prefix of `chain` that was there after `since`."""
+
+        def holds(end: int) -> bool:
+            mark = self.mark(chain, end)
+            return mark is not None and mark.there and mark.at > since
+
+        return self._longest(chain, holds)
 
     def keep(self, chain: Chain, ends: Iterable[int], mark: Callable[[int], Mark]) -> None:
         """Remember what is known of these prefixes, the longest first, so that shorter ones outlive them."""
@@ -402,7 +415,8 @@ class Residence:
         if not self.master.serving or not self._breaker.lets(now, trying):
             return Residency(None, 0, "open")
         mark = self._landmarks.mark(chain, chain.count)
-        return Residency(chain.count, 0, disk=mark.disk) if mark.seen > self._since(now) else None
+        fresh = mark is not None and mark.there and mark.at > self._since(now)
+        return Residency(chain.count, 0, disk=mark.disk) if mark is not None and fresh else None
 
     def _since(self, now: float) -> float:
         """What was seen before is to be asked for again."""
@@ -429,11 +443,9 @@ class Residence:
 
     async def _probe(self, chain: Chain, until: float) -> Residency:
         began = self._clock()
-        since = self._since(began)
-        fresh, known = self._landmarks.fresh(chain, since), self._landmarks.known(chain)
-        once = self._landmarks.fresh(chain, NEVER.seen)
-        age = began - self._landmarks.mark(chain, once).seen
-        doubtful = self._frontier.near(age)
+        marks = self._landmarks
+        fresh, once, known = marks.there(chain, self._since(began)), marks.there(chain), marks.known(chain)
+        doubtful = self._frontier.near(began - marks.at(chain, known))
         probe = _Probe(self.master, chain, fresh, known, doubtful=doubtful, until=until, chance=self._chance)
         trouble: Trouble | None = None
         try:
@@ -448,8 +460,10 @@ class Residence:
             self._breaker.failed(self._clock())
             return Residency(None, probe.asked, trouble)
         self._breaker.succeeded()
-        if once > fresh:
-            self._frontier.note(age, lost=probe.run < once)
+        if probe.run < once:
+            self._frontier.note(began - marks.at(chain, once), lost=True)
+        elif fresh < known <= probe.run:
+            self._frontier.note(began - marks.at(chain, known), lost=False)
         return Residency(probe.run, probe.asked, disk=self._remember(chain, probe, fresh, began))
 
     def _remember(self, chain: Chain, probe: _Probe, fresh: int, began: float) -> int:
@@ -457,21 +471,21 @@ class Residence:
 
         A prefix is as fresh as its oldest part.
         """
-        base = self._landmarks.mark(chain, fresh)
-        seen, disk, run = min(began, base.seen), base.disk, probe.run
+        base = self._landmarks.mark(chain, fresh) or EMPTY
+        at, disk, run = min(began, base.at), base.disk, probe.run
         marks: dict[int, Mark] = {}
         strides = iter(range(fresh - fresh % STRIDE + STRIDE, run + 1, STRIDE))
         stride = next(strides, None)
         for end, behind in probe.disk():
             while stride is not None and stride <= end:
-                marks[stride] = Mark(seen, base.disk + behind)
+                marks[stride] = Mark(at, there=True, disk=base.disk + behind)
                 stride = next(strides, None)
             disk = base.disk + behind
         if run > fresh:
-            marks[run] = Mark(seen, disk)
+            marks[run] = Mark(at, there=True, disk=disk)
         for end in (*range(run - run % STRIDE + STRIDE, chain.count, STRIDE), chain.count):
             if end > run:
-                marks[end] = NEVER
+                marks[end] = Mark(began, there=False, disk=0)
         self._landmarks.keep(chain, marks, marks.__getitem__)
         return disk
 

@@ -304,7 +304,7 @@ def test_landmarks_are_bounded_in_number_and_bytes() -> None:
         for number in range(capacity // 8):
             hashes = tuple(place.to_bytes(16) + (32 * number + place).to_bytes(16) for place in range(32))
             chain = Chain(Prefix(32 * 16 + 1, 16, hashes), ONE_RANK)
-            landmarks.keep(chain, range(1, 33, 2), lambda end, at=float(number): Mark(at, end))  # type: ignore[misc]
+            landmarks.keep(chain, range(1, 33, 2), lambda end, at=float(number): Mark(at, there=True, disk=end))  # type: ignore[misc]
             assert len(landmarks) <= capacity
         del hashes, chain
         size, _ = tracemalloc.get_traced_memory()
