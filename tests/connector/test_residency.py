@@ -23,6 +23,7 @@ from connector.mooncake import CHUNK_KEYS, Master
 from connector.residency import (
     FIRST_KEYS,
     MAX_KEYS,
+    MORE_SAMPLES,
     OVER,
     PAUSES,
     SAMPLES,
@@ -312,6 +313,19 @@ def test_landmarks_are_bounded_in_number_and_bytes() -> None:
         tracemalloc.stop()
     assert len(landmarks) == capacity
     assert size / capacity <= 272
+
+
+async def test_what_is_as_old_as_what_was_lost_is_sampled_more_densely() -> None:
+    old = Prefix(4000 * BLOCK_SIZE + 1, BLOCK_SIZE, tuple(n.to_bytes(32) for n in range(9000, 13000)))
+    async with pool(keys_of(ONE_RANK, [*range(4000), *range(9000, 13000)])) as there:
+        for prompt in (old, prefix(4000)):
+            assert (await there.residence.look_up(prompt, ONE_RANK)).run == 4000
+        there.clock.now += 60
+        lose(there.held, range(9000, 13000))
+        assert (await there.residence.look_up(old, ONE_RANK)).run == 0
+        assert await there.look_up(4000) == Residency(4000, SAMPLES + MORE_SAMPLES)
+        there.later()
+        assert await there.look_up(4000) == Residency(4000, SAMPLES), "young again"
 
 
 async def test_few_prompts_at_the_boundary_of_an_eviction_look_whole() -> None:
