@@ -20,7 +20,7 @@ they are sampled more densely.
 
 Where a sample is missing and another one behind it is there, blocks were lost at random, and the first gap
 lies near the beginning: blocks are asked for from there on. Otherwise the end is missing: blocks were never
-stored, or are not yet. Then the boundary is searched where it must be. What cannot be found out with
+stored, or are not yet, or were evicted first. Then the boundary is searched where it must be. What cannot be found out with
 `MAX_KEYS` keys counts as gone.
 
 Why unknown is not zero: a master that does not answer says nothing about the pool. A placement made
@@ -237,25 +237,42 @@ class _Probe:
 
     async def _sampled(self, end: int, whole: Iterable[int] = ()) -> bool:
         """Move `run` towards `end` by what samples say; `whole` is asked for on the way. False: there is a gap."""
-        gap, samples, more = end, SAMPLES, MORE_SAMPLES if self._doubtful else 0
-        while samples != NARROWING or (gap - self.run) * self._chain.width > CHUNK_KEYS:
-            places = self._places(self.run, gap, samples)
-            await self._ask(places, whole)
-            whole = ()
-            lost = next((place for place in places if not self._samples[place]), gap)
-            if lost == end:
-                if not more or len(places) == end - self.run:
-                    self.run = end
-                    return True
-                samples, more = more, 0
-                continue
-            if any(tier for place, tier in self._samples.items() if place > lost):
-                gap = lost
+        start = self.run
+        gap = await self._lost(start, end, SAMPLES, whole)
+        if gap < end and not self._riddled(gap):
+            gap = await self._boundary(start, gap)
+        if self._doubtful and not self._riddled(gap):
+            gap = await self._lost(start, gap, MORE_SAMPLES)
+        if self._riddled(gap):
+            self.run = start
+            await self._whole(gap, MAX_KEYS)
+        else:
+            self.run = gap
+        return self.run == end
+
+    async def _lost(self, start: int, end: int, samples: int, whole: Iterable[int] = ()) -> int:
+        """The first of some samples that is not there, or `end`."""
+        places = self._places(start, end, samples)
+        await self._ask(places, whole)
+        return next((place for place in places if not self._samples[place]), end)
+
+    def _riddled(self, gap: int) -> bool:
+        """Whether something behind a gap is there."""
+        return any(tier for place, tier in self._samples.items() if place > gap)
+
+    async def _boundary(self, start: int, gap: int) -> int:
+        """The first gap of those at the end of what is there, where samples found one at `gap`."""
+        while True:
+            low = max((place + 1 for place, tier in self._samples.items() if tier and place < gap), default=start)
+            low = max(low, start)
+            if self._riddled(gap):
+                return gap
+            if (gap - low) * self._chain.width <= CHUNK_KEYS:
                 break
-            self.run = max((place + 1 for place in places if place < lost), default=self.run)
-            gap, samples = lost, NARROWING
+            gap = await self._lost(low, gap, NARROWING)
+        self.run = low
         await self._whole(gap, MAX_KEYS)
-        return False
+        return self.run
 
     async def _whole(self, end: int, keys: int) -> bool:
         """Move `run` to the first gap before `end`, or as far as about so many keys go. False: there is a gap."""
