@@ -20,8 +20,8 @@ they are sampled more densely.
 
 Where a sample is missing and another one behind it is there, blocks were lost at random, and the first gap
 lies near the beginning: blocks are asked for from there on. Otherwise the end is missing: blocks were never
-stored, or are not yet, or were evicted first. Then the boundary is searched where it must be. What cannot be found out with
-`MAX_KEYS` keys counts as gone.
+stored, or are not yet, or were evicted first. Then the boundary is searched where it must be. What cannot be
+found out with `MAX_KEYS` keys counts as gone.
 
 Why unknown is not zero: a master that does not answer says nothing about the pool. A placement made
 in ignorance must not look like one made because the pool was empty.

@@ -40,7 +40,8 @@ from tests.real.stack import inherited, start_master
 BLOCK = 16
 COMMON, FIRST, TURN = 20_000 // BLOCK, 10_000 // BLOCK, 2_048 // BLOCK
 TURNS = 30
-LEASE = 0.5
+LAST = COMMON + FIRST + TURNS * TURN
+LEASE = 0.2
 """Seconds; Mooncake's own are 10."""
 SPEED = 10.0 / LEASE
 SEGMENT = 64 * 1024 * 1024
@@ -75,13 +76,13 @@ def engine(rpc: str, size: int, ranks: int) -> None:
         raise SystemExit(f"the master does not take this client: {code}")
     scheme = scheme_of(ranks)
     value = bytes(size)
-    known: dict[int, tuple[bytes, ...]] = {}
+    known: dict[int, list[str]] = {}
     print("ready", flush=True)
     for line in sys.stdin:
         verb, agent, count = line.split()
-        if len(known.get(int(agent), ())) < int(count):
-            known[int(agent)] = blocks(int(agent), int(count))
-        keys = [key for block in known[int(agent)][: int(count)] for key in scheme.keys(block)]
+        if int(agent) not in known:
+            known[int(agent)] = [key for block in blocks(int(agent), LAST) for key in scheme.keys(block)]
+        keys = known[int(agent)][: int(count) * ranks]
         started = time.perf_counter()
         there = client.batch_is_exist(keys)
         seconds = time.perf_counter() - started
