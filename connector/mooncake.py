@@ -71,6 +71,11 @@ class Master:
         self.changed = float("-inf")
         """When, on `clock`, the pool was last seen to have lost something."""
 
+    @property
+    def segments(self) -> int:
+        """Segments that were in use when the master was last looked at."""
+        return len(self._segments) if self.serving else 0
+
     async def query(self, keys: Sequence[str], seconds: float = LEARN_SECONDS) -> Mapping[str, Tier]:
         """Those of `keys` that have an object, and where the best replica is. Raises a `WireError`."""
 

@@ -347,6 +347,10 @@ class _Breaker:
         self._pause = PAUSES[0]
         self._again = 0.0
 
+    @property
+    def tripped(self) -> bool:
+        return self._failures >= FAILURES
+
     def lets(self, now: float, trying: bool) -> bool:
         """`trying`: another look-up is under way."""
         return self._failures < FAILURES or (now >= self._again and not trying)
@@ -400,6 +404,16 @@ class Residence:
         """Scans that found less than was said, by more than `OVER` blocks."""
         self.under_predicted = 0
         """Scans that found more than was said."""
+
+    @property
+    def asks(self) -> bool:
+        """Whether the pool is asked: a master serves, and the last look-ups did not all fail."""
+        return self.master.serving and not self._breaker.tripped
+
+    @property
+    def remembered(self) -> int:
+        """Landmarks that are kept."""
+        return len(self._landmarks)
 
     async def open(self) -> None:
         """Look at the masters, then go on doing so beside the requests."""

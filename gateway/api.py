@@ -6,7 +6,7 @@ Every path that is listed in neither is refused, never proxied. Errors are OpenA
 import asyncio
 import hmac
 import ipaddress
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -16,7 +16,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from connector.held import Reported
 from connector.vllm import Card
 from gateway.agreement import Agreement
 from gateway.cors import Cors
@@ -36,6 +35,7 @@ from gateway.errors import (
 from gateway.exchange import request_id
 from gateway.explain import Explain
 from gateway.fleet import Fleet
+from gateway.gauges import engine_gauges, model_gauges, pool_gauges
 from gateway.models import Model
 from gateway.tenants import Tenant, Tenants, bearer_key
 from gateway.trace import CONTENT_TYPE, Telemetry
@@ -132,6 +132,7 @@ def surface(
     _errors(app)
     telemetry.gauges(lambda: engine_gauges(fleet), "engine")
     telemetry.gauges(lambda: model_gauges(models, agreements), "model")
+    telemetry.gauges(lambda: pool_gauges(models), "pool")
     return app
 
 
@@ -176,71 +177,6 @@ def _cards(fleet: Fleet, tenant: Tenant) -> dict[str, Card]:
 def _alive(fleet: Fleet, model: str) -> int:
     """How many engines can answer for a model now. Which, and why not the others, is the log's to tell."""
     return sum(e.alive and e.spec.model == model and e.spec.role != "prefill" for e in fleet.engines)
-
-
-_EVENTS: dict[str, tuple[str, Callable[[Reported], int]]] = {
-    "kv_events_total": ("KV events taken in.", lambda held: held.events),
-    "kv_event_messages_total": ("Messages of KV events that came.", lambda held: held.received),
-    "kv_event_gaps_total": ("Times that messages were missing.", lambda held: held.gaps),
-    "kv_event_replays_total": ("Times that an engine told again what was missed.", lambda held: held.replays),
-    "kv_event_replays_failed_total": ("Times that it could not.", lambda held: held.failed),
-    "kv_event_bad_total": ("KV events and messages of them that could not be read.", lambda held: held.bad),
-    "kv_event_forgotten_total": (
-        "Times that all was forgotten that an engine was thought to hold, since some of it may be gone.",
-        lambda held: held.forgotten,
-    ),
-}
-
-
-def engine_gauges(fleet: Fleet) -> Mapping[str, tuple[str, list[tuple[str, float]]]]:
-    """Name to its text and its value for each engine."""
-    return {
-        "engine_up": ("1 where the engine is given work.", [(e.id, float(e.alive)) for e in fleet.engines]),
-        "engine_requests": ("Requests of this gateway under way.", [(e.id, e.requests) for e in fleet.engines]),
-        "engine_backlog_tokens": ("Prompt tokens not yet computed.", [(e.id, e.backlog) for e in fleet.engines]),
-        "engine_held_blocks": ("Blocks the engine is thought to hold.", [(e.id, len(e.held)) for e in fleet.engines]),
-        "engine_held_bytes": (
-            "Bytes of memory that knowing those blocks takes.",
-            [(e.id, e.held.held_bytes) for e in fleet.engines],
-        ),
-        "engine_blocks_evicted_total": (
-            "Blocks forgotten since the engine cannot have room for so many.",
-            [(e.id, e.held.evicted) for e in fleet.engines],
-        ),
-        "engine_signal_age_seconds": (
-            "Since the engine last told how busy it is.",
-            [(e.id, age) for e in fleet.engines if (age := fleet.signal_age(e)) is not None],
-        ),
-        **{
-            name: (text, [(e.id, read(e.held)) for e in fleet.engines if isinstance(e.held, Reported)])
-            for name, (text, read) in _EVENTS.items()
-        },
-        "engine_breaker": (
-            "Circuit breaker: 0 closed, 1 half open (one request tries the engine), 2 open (it gets none).",
-            [(e.id, float(e.breaker.state)) for e in fleet.engines],
-        ),
-        "engine_agrees": (
-            "0 where it is known to hash or name blocks otherwise: nothing of the pool is expected there.",
-            [(e.id, float(e.pooled)) for e in fleet.engines],
-        ),
-        "engine_connections": ("Connections with an exchange under way.", [(e.id, e.wire.busy) for e in fleet.engines]),
-    }
-
-
-def model_gauges(
-    models: Mapping[str, Model], agreements: Mapping[str, Agreement]
-) -> Mapping[str, tuple[str, list[tuple[str, float]]]]:
-    """Name to its text and its value for each model."""
-    return {
-        "shapes_off": (
-            "Shapes of requests about whose token ids an engine disagrees; they are placed by load.",
-            [(name, agreement.shapes_off) for name, agreement in agreements.items()],
-        ),
-        "prompt_cache_bytes": (
-            "Bytes of memory that earlier prompts take, so that only what is new of a prompt is encoded.",
-            [(name, model.prompts.held_bytes) for name, model in models.items() if model.prompts is not None],
-        ),
-    }
 
 
 def _check_operator(request: Request, admin_key: str | None) -> None:

@@ -162,6 +162,7 @@ class Placing:
             tenant=call.tenant.name,
             prompt_tokens=prompt.tokens,
             pool_tokens=run * prompt.prefix.block_size if run is not None and prompt.prefix is not None else None,
+            disk_tokens=residency.disk * prompt.prefix.block_size if residency is not None and prompt.prefix else 0,
             session=call.session,
             landmarks=prompt.landmarks.keys,
             whole=prompt.landmarks.whole,

@@ -13,9 +13,9 @@ from pydantic.fields import FieldInfo
 
 from connector.blocks import HASHING
 from connector.wire import Timeouts
-from gateway.api import engine_gauges, model_gauges
 from gateway.config import Config
 from gateway.fleet import Fleet
+from gateway.gauges import engine_gauges, model_gauges, pool_gauges
 from gateway.trace import Counts, Spread, Telemetry
 
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -62,6 +62,7 @@ def metrics() -> str:
     fleet = Fleet([], timeouts=Timeouts(), poll=1, clock=lambda: 0.0)
     rows += [f"| moongate_{name} | engine | {text} |" for name, (text, _) in engine_gauges(fleet).items()]
     rows += [f"| moongate_{name} | model | {text} |" for name, (text, _) in model_gauges({}, {}).items()]
+    rows += [f"| moongate_{name} | pool | {text} |" for name, (text, _) in pool_gauges({}).items()]
     return "\n".join(rows) + "\n"
 
 
