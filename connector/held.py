@@ -23,7 +23,7 @@ had, as one copy more; the gateway takes that out of what clients send (connecto
 
 import sys
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from typing import Protocol
 
 from connector.blocks import Prefix
@@ -298,9 +298,9 @@ class Reported:
         return sum(map(len, self._groups.values()))
 
 
-def _leading(blocks: Container[bytes], hashes: Sequence[bytes], most: int) -> int:
+def _leading(blocks: Collection[bytes], hashes: Sequence[bytes], most: int) -> int:
     """How many of the first `most` are there, where whatever is there has its parent there."""
-    held, ahead = 0, most
+    held, ahead = 0, most if blocks else 0
     while held < ahead:
         middle = (held + ahead) // 2
         if hashes[middle][-KEY_BYTES:] in blocks:

@@ -170,8 +170,9 @@ def test_every_name_begins_with_moongate() -> None:
 
 def test_two_processes_parts_do_not_share() -> None:
     one, other = Telemetry(), Telemetry()
-    one.policy_failures.inc()
-    assert b"moongate_policy_failures_total 0.0" in other.render()
+    one.policy_failures.inc("failed")
+    assert b"moongate_policy_failures_total{" in one.render()
+    assert b"moongate_policy_failures_total{" not in other.render()
 
 
 async def test_requests_are_counted_by_what_the_client_got(street: Street) -> None:
