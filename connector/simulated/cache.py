@@ -32,12 +32,19 @@ class Cache:
         """Share of the blocks in use, 0 to 1."""
         return 1.0 - self.free / self.size
 
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._found
+
     def run(self, hashes: Sequence[bytes]) -> int:
         """How many leading ones of these are here."""
         for count, block in enumerate(hashes):
             if block not in self._found:
                 return count
         return len(hashes)
+
+    def spare(self, hashes: Sequence[bytes]) -> int:
+        """How many new blocks could be taken beside a run that is here."""
+        return self.free - sum(next(iter(self._found[block])) in self._free for block in hashes)
 
     def hold(self, hashes: Sequence[bytes]) -> list[int]:
         """Use the blocks of a run that is here. They are not taken from whoever uses them already."""

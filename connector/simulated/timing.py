@@ -9,9 +9,11 @@ while there are tokens and places left. Tokens that come from the pool are loade
 request after another, while the others go on; a request that loads holds no place.
 
 The same scheduler runs behind the live engine, which really sleeps, and in a replay, which does not:
-time is a number that the caller passes in.
+time is a number that the caller passes in. A replay need not go through thousands of steps in which
+everybody gets one more token and nobody comes or goes: `alike` counts them and `skip` takes them at once.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -89,6 +91,8 @@ class Step(Generic[Submitted]):
     """Prompt tokens computed, of all requests."""
     sampled: tuple[Submitted, ...]
     """Those that get one more token at the end of this step."""
+    ended: tuple[Submitted, ...] = ()
+    """Those of them for which it is the last one."""
 
     @property
     def idle(self) -> bool:
@@ -118,14 +122,18 @@ class Scheduler(Generic[Submitted]):
         self._loading: deque[_Loading[Submitted]] = deque()
         self._running: list[_Running[Submitted]] = []
         self._link_free = 0.0
+        self._stuck = False
+        """Whether none of the waiting can be admitted before somebody ends."""
         self.held: Hold = Hold.CAPACITY
         """Why the first of the waiting requests waits."""
 
     def submit(self, request: Submitted) -> None:
+        self._stuck = self._stuck and bool(self._waiting)
         self._waiting.append(request)
 
     def remove(self, request: Submitted) -> None:
         """Forget a request, wherever it is. Its place is free from the next step on."""
+        self._stuck = False
         self._waiting = deque(other for other in self._waiting if other is not request)
         self._loading = deque(other for other in self._loading if other.running.request is not request)
         self._running = [other for other in self._running if other.request is not request]
@@ -165,12 +173,40 @@ class Scheduler(Generic[Submitted]):
             if not one.compute:
                 one.output -= 1
                 sampled.append(one.request)
-        self._running = [one for one in self._running if one.output]
+        ended = tuple(one.request for one in self._running if not one.output)
+        if ended:
+            self._running = [one for one in self._running if one.output]
+            self._stuck = False
         if prefilled or sampled:
-            return Step(self.speed.step_seconds(prefilled, decoding), prefilled, tuple(sampled))
+            return Step(self.speed.step_seconds(prefilled, decoding), prefilled, tuple(sampled), ended)
         if self._loading:
             return Step(max(0.0, self._loading[0].ready - now), 0, ())
         return None
+
+    def alike(self, now: float) -> int:
+        """How many steps from now on only give everybody one more token, unless somebody submits; 0 where unknown.
+
+        The step that ends somebody is not among them, so that nobody has to be told of any.
+        """
+        if (
+            not self._running
+            or (self._waiting and not self._stuck)
+            or len(self._running) > self.speed.max_batched_tokens
+        ):
+            return 0
+        if any(one.compute for one in self._running):
+            return 0
+        count = min(one.output for one in self._running) - 1
+        if self._loading:
+            seconds = self.speed.step_seconds(0, len(self._running))
+            count = min(count, math.ceil((self._loading[0].ready - now) / seconds))
+        return max(0, count)
+
+    def skip(self, count: int) -> None:
+        """Take so many of the steps that are alike; each is as long as `step_seconds` says of who runs."""
+        for one in self._running:
+            one.request.grant(count)
+            one.output -= count
 
     def _candidates(self, now: float) -> Iterator[_Running[Submitted]]:
         """Whoever may get tokens, in order; the queue is asked only as far as the caller goes."""
@@ -183,6 +219,7 @@ class Scheduler(Generic[Submitted]):
 
     def _admitted(self, now: float) -> Iterator[_Running[Submitted]]:
         deferred: list[Submitted] = []
+        self._stuck = False
         try:
             while self._waiting and self._room:
                 request = self._waiting[0]
@@ -199,6 +236,7 @@ class Scheduler(Generic[Submitted]):
                     continue
                 self._running.append(running)
                 yield running
+            self._stuck = bool(self._waiting) and not deferred
         finally:
             self.held = Hold.DEFERRED if deferred else Hold.CAPACITY
             self._waiting.extendleft(reversed(deferred))

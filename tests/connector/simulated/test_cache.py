@@ -73,6 +73,20 @@ def test_blocks_in_use_are_not_taken() -> None:
     assert cache.drain() == [one[1], one[0]]
 
 
+def test_what_could_be_taken_beside_a_run() -> None:
+    cache = Cache(6)
+    one = chain("a", 3)
+    cache.release(use(cache, one))
+    held = use(cache, chain("b", 2))
+    assert one[0] in cache
+    assert b"other" not in cache
+    assert (cache.free, cache.spare([]), cache.spare(one)) == (4, 4, 1)
+    cache.hold(one[:2])
+    assert cache.spare(one) == 1
+    cache.release(held)
+    assert cache.spare(one) == 3
+
+
 def test_two_blocks_may_bear_one_hash() -> None:
     cache = Cache(3)
     first = use(cache, chain("a", 1))

@@ -1,8 +1,11 @@
 """Steps take exactly as long as the formula says, and go to those who came first."""
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from connector.simulated.timing import Hold, Scheduler, Speed, Work
 
@@ -131,6 +134,75 @@ def test_what_is_removed_gets_nothing_more() -> None:
         scheduler.remove(request)
     assert scheduler.step(9.0) is None
     assert (scheduler.running, scheduler.waiting) == (0, 0)
+
+
+ROOMY = replace(SPEED, max_running=3, load_latency_seconds=0.050_371_9)
+
+
+def strides(scheduler: Scheduler[Asked], arrivals: list[tuple[float, Asked]]) -> list[tuple[float, list[Asked]]]:
+    """When who ended, with all steps that are alike taken at once, as far as the next arrival."""
+    now = 0.0
+    ends: list[tuple[float, list[Asked]]] = []
+    while True:
+        while arrivals and arrivals[0][0] <= now:
+            scheduler.submit(arrivals.pop(0)[1])
+        count = scheduler.alike(now)
+        seconds = scheduler.speed.step_seconds(0, scheduler.running)
+        if arrivals:
+            count = min(count, math.ceil((arrivals[0][0] - now) / seconds))
+        if count:
+            scheduler.skip(count)
+            now += count * seconds
+            continue
+        step = scheduler.step(now)
+        if step is None and not arrivals:
+            return ends
+        idle = step is None or step.idle
+        ends += [(round(now + step.seconds, 6), list(step.ended))] if step is not None and step.ended else []
+        now += step.seconds if step is not None else math.inf
+        if idle and arrivals:
+            now = min(now, arrivals[0][0])
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 250), st.integers(1, 60), st.integers(0, 99)), max_size=8))
+def test_steps_taken_at_once_are_those_taken_one_by_one(asks: list[tuple[int, int, int, int]]) -> None:
+    def arrivals() -> list[tuple[float, Asked]]:
+        return [
+            (at * 0.123_457, asked(compute, output, load if load > 50 else 0))
+            for at, compute, output, load in sorted(asks)
+        ]
+
+    class OneByOne(Scheduler[Asked]):
+        def alike(self, now: float) -> int:
+            return 0
+
+    one, other = arrivals(), arrivals()
+    names = [id(request) for _, request in one], [id(request) for _, request in other]
+    slow, fast = strides(OneByOne(ROOMY), list(one)), strides(Scheduler(ROOMY), list(other))
+    told = [
+        [(at, [which.index(id(request)) for request in ended]) for at, ended in ends]
+        for ends, which in zip((slow, fast), names, strict=True)
+    ]
+    assert [ended for _, ended in told[0]] == [ended for _, ended in told[1]]
+    assert [at for at, _ in told[0]] == pytest.approx([at for at, _ in told[1]], abs=1e-4)
+    assert sorted(place for _, ended in told[0] for place in ended) == list(range(len(asks)))
+    assert [sum(request.granted) for _, request in one] == [sum(request.granted) for _, request in other]
+
+
+def test_nothing_is_alike_while_somebody_may_come_in() -> None:
+    scheduler = scheduler_of(asked(10, output=50), asked(250, output=50))
+    assert scheduler.alike(0.0) == 0
+    scheduler.step(0.0)
+    assert scheduler.alike(0.1) == 0  # the second still prefills
+    scheduler.step(0.1)
+    scheduler.step(0.2)
+    assert scheduler.alike(0.3) == 46  # the first has had three of its fifty, and ends in a step that is told
+    full = asked(10)
+    scheduler.submit(full)
+    assert scheduler.alike(0.3) == 0
+    scheduler.step(0.3)
+    assert scheduler.alike(0.4) == 45  # no place for it before somebody ends
+    scheduler.remove(full)
 
 
 @pytest.mark.parametrize("work", [(0, 0, 1), (1, -1, 1), (1, 0, 0)])
