@@ -9,6 +9,8 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,11 +27,16 @@ from gateway.diagnosis import lines, tree
 from gateway.doctor import examine
 from gateway.explanation import CannotAsk
 from gateway.processes import NotReady, cannot_listen
+from gateway.replay import NoPicture, artist, as_tree, cases_of, played, table, write
+from gateway.simulation import CannotReplay, Lost, Scene, Slowed
+from gateway.traffic import Agents, BadTraffic
 from gateway.up import CannotStart, Stopped, Wanted, running, wait, welcome
 from policies.load import BadPolicy
 
 QUIET = 2.0
 """Seconds after which the doctor tells of its progress."""
+PROGRESS_STEPS = 100
+"""Requests of a replay after which its bar is drawn anew."""
 
 
 class Unusable(click.ClickException):
@@ -198,6 +205,117 @@ def up(*, kind: str, demo: bool, policy: str | None, vllm_python: Path, more: tu
         click.echo("ended")
     except (BadPolicy, CannotStart, NotInstalled, NotReady, DemoFailed) as error:
         raise click.ClickException(str(error)) from error
+
+
+def _settings(kind: type[Scene | Agents]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """An option for each field that says what it is."""
+
+    def with_options(command: Callable[..., None]) -> Callable[..., None]:
+        for field in reversed(fields(kind)):
+            if "says" in field.metadata:
+                option = click.option(
+                    f"--{field.name.replace('_', '-')}",
+                    type=_range(field.default, positive=field.metadata["positive"]),
+                    is_flag=isinstance(field.default, bool),
+                    default=field.default,
+                    show_default=True,
+                    help=field.metadata["says"],
+                )
+                command = option(command)
+        return command
+
+    return with_options
+
+
+def _range(default: object, *, positive: bool) -> Any:
+    """Click's type for a setting."""
+    if isinstance(default, bool):
+        return click.BOOL
+    return click.IntRange(int(positive)) if isinstance(default, int) else click.FloatRange(0, min_open=positive)
+
+
+def _happening(kind: Callable[..., Lost | Slowed], *parts: type[float]) -> Callable[..., tuple[Lost | Slowed, ...]]:
+    """What reads an option's numbers, with colons between them."""
+
+    def read(_: click.Context, option: click.Parameter, values: Sequence[str]) -> tuple[Lost | Slowed, ...]:
+        try:
+            return tuple(
+                kind(*(part(number) for part, number in zip(parts, value.split(":"), strict=True))) for value in values
+            )
+        except ValueError as error:
+            raise click.BadParameter(f"it must be numbers, as in {option.metavar}") from error
+
+    return read
+
+
+@main.command(epilog="Example: moongate replay agent --policy round_robin,cache_aware --compare pool=0,30000")
+@click.argument("trace")
+@click.option("--policy", "policies", default="round_robin,cache_aware", show_default=True, help="Several with commas.")
+@click.option("--compare", multiple=True, metavar="OPTION=VALUE,...", help="Every policy with each value of an option.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), help="A folder for replay.json and replay.png."
+)
+@click.option(
+    "--lost",
+    multiple=True,
+    metavar="SECOND:SHARE",
+    callback=_happening(Lost, float, float),
+    help="The pool loses a share of its blocks, 0 to 1.",
+)
+@click.option(
+    "--slowed",
+    multiple=True,
+    metavar="SECOND:ENGINE:FACTOR",
+    callback=_happening(Slowed, float, int, float),
+    help="From then on an engine, by its number from 1, has a factor of its speed.",
+)
+@_settings(Scene)
+@_settings(Agents)
+@click.pass_context
+def replay(  # noqa: PLR0917 - click gives them
+    context: click.Context,
+    /,
+    trace: str,
+    policies: str,
+    compare: tuple[str, ...],
+    as_json: bool,
+    out: Path | None,
+    **given: Any,
+) -> None:
+    """Play a traffic on a fleet that exists only as numbers, and say what policies make of it.
+
+    TRACE is a file in Mooncake's format, with blocks of 512 tokens, or "agent": agents that are made up, by
+    the options from --sessions on. The same options give the same figures, to the last bit.
+    """
+    sys.path.append(str(Path.cwd()))  # where a policy named module:Class may lie
+    try:
+        drawing = artist() if out is not None else None
+        cases = cases_of(trace, policies.split(","), _compared(context, compare), given)
+        with click.progressbar(
+            length=sum(len(case.traffic.asks) for case in cases), file=sys.stderr, update_min_steps=PROGRESS_STEPS
+        ) as bar:
+            results = [(case, played(case, lambda: bar.update(1))) for case in cases]
+        if out is not None and drawing is not None:
+            write(out, results, drawing)
+    except (BadPolicy, BadTraffic, CannotReplay, NoPicture) as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(json.dumps(as_tree(results), indent=2) if as_json else "\n".join(table(results)))
+
+
+def _compared(context: click.Context, compare: Sequence[str]) -> dict[str, list[Any]]:
+    """The values of each option that is compared."""
+    options = {option.name: option for option in context.command.params if isinstance(option, click.Option)}
+    settings = {field.name for kind in (Scene, Agents) for field in fields(kind) if "says" in field.metadata}
+    compared: dict[str, list[Any]] = {}
+    for text in compare:
+        name, _, values = text.partition("=")
+        key = name.strip("-").replace("-", "_")
+        if key not in settings:
+            known = ", ".join(sorted(settings)).replace("_", "-")
+            raise click.BadParameter(f"{name!r} cannot be compared; these can: {known}", param_hint="--compare")
+        compared[key] = [options[key].type.convert(value, options[key], context) for value in values.split(",")]
+    return compared
 
 
 def _load(path: Path) -> config.Config:
