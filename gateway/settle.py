@@ -93,7 +93,7 @@ class Settle:
             trace.fact("moongate.decode.cached_tokens", result.cached_tokens if account.prefilled else None)
             trace.fact("moongate.completion_tokens", completion)
             trace.fact("moongate.ttft_seconds", result.ttft)
-        self._policy.observe(account.placement, Outcome(result.ok, result.engine, result.ttft, actual))
+        self._policy.observe(account.placement, _outcome(account, result, actual))
 
     def left(self, account: Account, result: Result) -> None:
         """The client left an answer: what had gone by is charged, an event as a token.
@@ -126,3 +126,16 @@ class Settle:
             for name, value in (("tenant", trace.tenant), ("model", trace.model), ("status", trace.status)):
                 trace.fact(f"moongate.{name}", value)
         self._telemetry.end(trace)
+
+
+def _outcome(account: Account, result: Result, cached: int | None) -> Outcome:
+    """What the policy is told. The first byte of an answer that is no stream comes with its last."""
+    tokens = account.job.prompt_tokens
+    return Outcome(
+        ok=result.ok,
+        engine=result.engine,
+        ttft=result.ttft if result.events else None,
+        cached_tokens=cached,
+        computed_tokens=max(0, tokens - cached) if tokens is not None and cached is not None else None,
+        queued_tokens=next((c.tokens for c in account.candidates if c.id == result.engine), None),
+    )

@@ -89,8 +89,10 @@ def bears_every_outcome(make: Callable[[], Policy]) -> None:
     for ok in (True, False):
         for ttft in (None, 0.0, 0.2):
             for cached in (None, 0, 512):
-                placement = policy.place(_job(), candidates)
-                policy.observe(placement, Outcome(ok=ok, engine="b", ttft=ttft, cached_tokens=cached))
+                for computed, queued in ((None, None), (0, 0), (4096, None), (4096, 2048)):
+                    placement = policy.place(_job(), candidates)
+                    check_placement(_job(), candidates, placement)
+                    policy.observe(placement, Outcome(ok, "b", ttft, cached, computed, queued))
 
 
 def check_placement(job: Job, candidates: Sequence[Candidate], placement: Placement) -> None:

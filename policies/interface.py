@@ -99,9 +99,13 @@ class Outcome(Struct, frozen=True):
     engine: str
     """Who answered in the end."""
     ttft: float | None
-    """Seconds from sending the request to its first byte."""
+    """Seconds from sending the request to its first token; None of an answer that came whole."""
     cached_tokens: int | None
     """What the engine says it did not compute; None where it does not say."""
+    computed_tokens: int | None = None
+    """The rest of the prompt; None where that is not known."""
+    queued_tokens: int | None = None
+    """`Candidate.tokens` of this engine when the request was placed."""
 
 
 @runtime_checkable

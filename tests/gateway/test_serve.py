@@ -1,6 +1,7 @@
 """The path of a request through the whole gateway: what is known, where it goes, what is settled."""
 
 import asyncio
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -436,6 +437,39 @@ async def test_a_policy_may_say_no(street: Street) -> None:
     assert "nobody is good enough" in answer.json()["error"]["message"]
     assert answer.headers["retry-after"]
     assert await house.metric("policy_failures_total") == 0
+
+
+class Echo:
+    """A policy that gives for a reason what it was told last."""
+
+    def __init__(self) -> None:
+        self._told = "nothing"
+
+    def place(self, job: Job, candidates: Sequence[Candidate]) -> Placement:
+        return Placement(candidates[0].id, None, (), 0, 0, self._told)
+
+    def observe(self, placement: Placement, outcome: Outcome) -> None:
+        soon = outcome.ttft is not None and 0 < outcome.ttft < 60
+        known = [outcome.cached_tokens, outcome.computed_tokens, outcome.queued_tokens]
+        self._told = f"{soon} {outcome.ok} {known}"
+
+
+async def test_a_policy_is_told_what_became_of_its_placement(street: Street, tokenizer_folder: Path) -> None:
+    engine = await street.engine()
+    house = await street.house(
+        engine,
+        models=[{"name": "tiny", "tokenizer": str(tokenizer_folder)}],
+        policy={"use": "tests.gateway.test_serve:Echo"},
+        telemetry={"expose_routing": True},
+    )
+
+    async def told(**fields: Any) -> str:
+        answer = await house.chat(LONG, **fields)
+        return answer.headers["x-moongate-route"].split("reason=")[1].split(";")[0]
+
+    assert await told(stream=True) == "nothing"
+    assert re.fullmatch(r"True True \[0, \d{3}, 0\]", await told())
+    assert await told() == "False True [0, None, 0]"  # it came whole, and our count is doubted by now
 
 
 # Who is there
