@@ -244,7 +244,7 @@ class Engines(Section):
 
 class PolicyChoice(Section):
     use: str = "cache_aware"
-    """round_robin, least_loaded, session, cache_aware, disaggregated, an installed policy, or module:Class."""
+    """round_robin, least_loaded, session, cache_aware, cost, disaggregated, an installed policy, or module:Class."""
     settings: dict[str, Any] = {}
     """What the policy's constructor takes."""
     session_header: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,64}$")] = "x-session-id"

@@ -13,6 +13,7 @@ from importlib.metadata import entry_points
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from policies.cache_aware import CacheAware
+from policies.cost import Cost
 from policies.disaggregated import Disaggregated
 from policies.interface import Policy
 from policies.least_loaded import LeastLoaded
@@ -24,6 +25,7 @@ BUILT_IN: dict[str, Callable[..., Policy]] = {
     "least_loaded": LeastLoaded,
     "session": Session,
     "cache_aware": CacheAware,
+    "cost": Cost,
     "disaggregated": Disaggregated,
 }
 GROUP = "moongate.policies"

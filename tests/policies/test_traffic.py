@@ -8,6 +8,7 @@ from itertools import count, pairwise
 import pytest
 
 from policies.cache_aware import CacheAware
+from policies.cost import Cost
 from policies.interface import Policy
 from policies.least_loaded import LeastLoaded
 from policies.round_robin import RoundRobin
@@ -15,6 +16,7 @@ from tests.policies.sim import Engine, Fleet, Text, busiest, fleet
 
 SYSTEM = 1
 """The piece that is the system prompt of all."""
+BY_CACHE = pytest.mark.parametrize("make", [CacheAware, Cost])
 
 
 # a system prompt that all share
@@ -58,10 +60,13 @@ class Users:
         self._homes.setdefault(user, engine)
 
 
+@BY_CACHE
 @pytest.mark.parametrize("slots", [8, 64])
 @pytest.mark.parametrize(("system", "turn"), [(8192, (50, 50)), (8000, (600, 600)), (8000, (50, 2000))], ids=str)
-def test_a_system_prompt_that_all_share_makes_no_hot_spot(system: int, turn: tuple[int, int], slots: int) -> None:
-    found = Users(CacheAware(), system=system, turn=turn, slots=slots, seed=1)
+def test_a_system_prompt_that_all_share_makes_no_hot_spot(
+    make: Callable[[], Policy], system: int, turn: tuple[int, int], slots: int
+) -> None:
+    found = Users(make(), system=system, turn=turn, slots=slots, seed=1)
     turns = Users(RoundRobin(), system=system, turn=turn, slots=slots, seed=1)
 
     assert len(found.fleet.sent) == 400
@@ -91,7 +96,7 @@ def sequential(policy: Policy, *, shared: int, turn: int, turns: int, rate: floa
 @pytest.mark.parametrize(("rate", "decode"), [(20_000, 0.5), (1000, 0.001)], ids=["slow decode", "fast decode"])
 @pytest.mark.parametrize("turn", [50, 511, 2000])
 @pytest.mark.parametrize("shared", [0, 8000, 8192])
-@pytest.mark.parametrize("make", [CacheAware, LeastLoaded, RoundRobin])
+@pytest.mark.parametrize("make", [CacheAware, Cost, LeastLoaded, RoundRobin])
 def test_sessions_one_after_another_reach_every_engine(
     make: Callable[[], Policy], shared: int, turn: int, rate: float, decode: float
 ) -> None:
@@ -101,9 +106,10 @@ def test_sessions_one_after_another_reach_every_engine(
     assert all(5 <= number <= 20 for number in times.values())
 
 
+@BY_CACHE
 @pytest.mark.parametrize("shared", [0, 8192])
-def test_so_do_sessions_of_several_turns(shared: int) -> None:
-    times = Counter(sequential(CacheAware(), shared=shared, turn=300, turns=5, rate=20_000, decode=0.5))
+def test_so_do_sessions_of_several_turns(make: Callable[[], Policy], shared: int) -> None:
+    times = Counter(sequential(make(), shared=shared, turn=300, turns=5, rate=20_000, decode=0.5))
 
     assert len(times) == 4
     assert all(5 <= number <= 20 for number in times.values())
@@ -141,19 +147,25 @@ def conversations(policies: Sequence[Policy], *, shared: int, first: tuple[int, 
     return firsts / 180, lasts / 180
 
 
+@BY_CACHE
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("first", [(20, 200), (100, 3000)], ids=str)
 @pytest.mark.parametrize("shared", [0, 8192])
-def test_a_conversation_stays_on_its_engine(shared: int, first: tuple[int, int], seed: int) -> None:
-    where_first, _ = conversations([CacheAware()], shared=shared, first=first, seed=seed)
+def test_a_conversation_stays_on_its_engine(
+    make: Callable[[], Policy], shared: int, first: tuple[int, int], seed: int
+) -> None:
+    where_first, _ = conversations([make()], shared=shared, first=first, seed=seed)
 
     assert where_first >= 0.9
 
 
+@BY_CACHE
 @pytest.mark.parametrize("first", [(20, 200), (100, 3000)], ids=str)
 @pytest.mark.parametrize("shared", [0, 8192])
-def test_turns_that_alternate_between_two_gateways_go_to_one_engine(shared: int, first: tuple[int, int]) -> None:
-    _, where_last = conversations([CacheAware(), CacheAware()], shared=shared, first=first, seed=1)
+def test_turns_that_alternate_between_two_gateways_go_to_one_engine(
+    make: Callable[[], Policy], shared: int, first: tuple[int, int]
+) -> None:
+    _, where_last = conversations([make(), make()], shared=shared, first=first, seed=1)
 
     assert where_last >= 0.9
 
@@ -165,9 +177,12 @@ def sends(on: Fleet, policy: Policy, prompt: Text) -> None:
     on.send(policy, prompt)
 
 
+@BY_CACHE
 @pytest.mark.parametrize("pieces", [((2, 8192),), ((2, 8000), (3, 192)), ((2, 8500),)], ids=str)
-def test_identical_cold_prompts_are_computed_by_two_engines_at_most(pieces: tuple[tuple[int, int], ...]) -> None:
-    on, policy = fleet(4), CacheAware()
+def test_identical_cold_prompts_are_computed_by_two_engines_at_most(
+    make: Callable[[], Policy], pieces: tuple[tuple[int, int], ...]
+) -> None:
+    on, policy = fleet(4), make()
     for number in range(60):
         on.at(number * 0.05 / 60, lambda: sends(on, policy, Text(pieces)))
     on.run()
@@ -176,8 +191,9 @@ def test_identical_cold_prompts_are_computed_by_two_engines_at_most(pieces: tupl
     assert len(set(on.sent)) <= 2
 
 
-def test_unless_there_are_far_too_many_for_two() -> None:
-    on, policy = fleet(4), CacheAware()
+@BY_CACHE
+def test_unless_there_are_far_too_many_for_two(make: Callable[[], Policy]) -> None:
+    on, policy = fleet(4), make()
     for number in range(600):
         on.at(number * 0.05 / 600, lambda: sends(on, policy, Text(((2, 8192),))))
     on.run()
@@ -187,7 +203,7 @@ def test_unless_there_are_far_too_many_for_two() -> None:
 
 @pytest.mark.parametrize("known", ["by our own leases", "by the engines' word"])
 @pytest.mark.parametrize("since", [0.0, 1.0, 15.0, 29.0])
-@pytest.mark.parametrize("make", [CacheAware, LeastLoaded])
+@pytest.mark.parametrize("make", [CacheAware, Cost, LeastLoaded])
 def test_a_newcomer_is_not_flooded(make: Callable[[], Policy], since: float, known: str) -> None:
     engines = [Engine(name) for name in "abc"]
     for engine in engines:
