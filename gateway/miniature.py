@@ -139,7 +139,7 @@ class Leg:
         self.backlog = backlog
         self.engine: Engine
         self.queued = 0
-        """Tokens of prompts that were before it at the engine, as the gateway counted."""
+        """The engine's backlog when it was sent, as the gateway counts."""
         self.sent = 0.0
         self.own = self.loaded = 0
         """Tokens from the engine's own cache, and from the pool."""

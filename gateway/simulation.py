@@ -22,7 +22,7 @@ from connector.landmarks import Landmarks, of_prefix
 from connector.simulated.timing import Speed
 from gateway.miniature import Engine, Leg, Pool, Tally, Timeline
 from gateway.traffic import Ask, Traffic, setting
-from policies.interface import Candidate, Job, Outcome, Placement, Policy, Role, uncached
+from policies.interface import Candidate, Job, Outcome, Placement, Policy, Role, uncached, weighs_pool
 
 MODEL, TENANT = "model", "tenant"
 HANDOFF = 10.0
@@ -107,8 +107,8 @@ class Fate:
     arrived: float
     engine: str
     """Who computed its prompt."""
-    predicted: int
-    """Tokens that the gateway expected to be there, the engine's own and the pool's."""
+    predicted: int | None
+    """Tokens that the gateway expected to be there; None: it had not asked the pool."""
     first: float = math.nan
     """When its first byte came."""
     ended: float = math.nan
@@ -154,6 +154,8 @@ class Simulation:
         self._policy = policy
         self._time = Timeline()
         self._pool = Pool(scene.pool, scene.lease) if scene.pool else None
+        self._asked = self._pool if weighs_pool(policy) else None
+        """The pool, where the gateway asks it: not for a policy to which it makes no difference."""
         self._engines = {engine.id: engine for engine in self._made()}
         self._fates: list[Fate] = []
         self._followers: dict[int, list[int]] = {}
@@ -211,19 +213,23 @@ class Simulation:
         ask, size = self._asks[place], self._block_size
         prefix = Prefix(ask.tokens, size, tuple(ask.chain[: ask.tokens // size]))
         landmarks = of_prefix(prefix)
+        reusable = prefix.hashes[: prefix.reusable]
         job = Job(
             model=MODEL,
             tenant=TENANT,
             prompt_tokens=ask.tokens,
-            pool_tokens=self._pool.run(prefix.hashes[: prefix.reusable]) * size if self._pool is not None else None,
+            pool_tokens=self._asked.run(reusable) * size if self._asked is not None else None,
             session=ask.session,
             landmarks=landmarks.keys,
+            whole=reusable[-1] if reusable else b"",
             landmark_tokens=landmarks.apart,
+            block_tokens=size,
         )
         candidates = [engine.candidate(prefix, landmarks) for engine in self._engines.values()]
         placement = self._policy.place(job, candidates)
         prefill = placement.prefill or placement.engine
-        fate = Fate(ask, self._time.now, prefill, placement.own_tokens + placement.pool_tokens)
+        predicted = placement.own_tokens + placement.pool_tokens if self._asked is self._pool else None
+        fate = Fate(ask, self._time.now, prefill, predicted)
         self._fates.append(fate)
         plan = _Plan(place, fate, prefix, landmarks, job, placement)
         if placement.prefill is None:
@@ -267,8 +273,16 @@ class Simulation:
         plan.fate.ended = now
         if self._scene.save_decode_cache:
             leg.engine.put(leg, leg.answer)
-        ok = Outcome(True, leg.engine.id, leg.first - leg.sent, plan.fate.own + plan.fate.loaded)
-        self._policy.observe(plan.placement, ok)
+        cached = plan.fate.own + plan.fate.loaded
+        outcome = Outcome(
+            ok=True,
+            engine=leg.engine.id,
+            ttft=leg.first - leg.sent,
+            cached_tokens=cached,
+            computed_tokens=plan.fate.ask.tokens - cached,
+            queued_tokens=leg.queued,
+        )
+        self._policy.observe(plan.placement, outcome)
         self._left -= 1
         self._progress()
         for follower in self._followers.get(plan.place, ()):

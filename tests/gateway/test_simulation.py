@@ -1,11 +1,13 @@
 """One run: the policy is told what the gateway would tell it, and is told what became of it."""
 
+import random
 from collections.abc import Sequence
 
 import pytest
 
 from gateway.simulation import CannotReplay, Lost, Run, Scene, Simulation, Slowed
 from gateway.traffic import Agents, Ask, Traffic
+from policies.cost import Cost
 from policies.interface import Candidate, Job, Outcome, Placement, Policy
 from policies.load import load
 
@@ -31,6 +33,10 @@ class Watched:
         self.told.append((placement, outcome))
 
 
+class Unweighing(Watched):
+    weighs_pool = False
+
+
 def run(scene: Scene, policy: str = "cache_aware", agents: Agents = AGENTS) -> tuple[Run, Watched]:
     watched = Watched(load(policy, {}))
     return Simulation(scene, agents.traffic(scene.seed), watched).play(), watched
@@ -54,7 +60,9 @@ def test_the_policy_sees_what_the_gateway_shows() -> None:
     assert job.prompt_tokens is not None
     assert 0 < job.pool_tokens < job.prompt_tokens
     assert job.session is not None
-    assert len(job.landmarks) == job.prompt_tokens // job.landmark_tokens
+    assert len(job.landmarks) == (job.prompt_tokens - 1) // 64 * 64 // job.landmark_tokens
+    assert job.block_tokens == 64
+    assert job.whole
     assert all(c.signal_age is not None and 0 <= c.signal_age <= 1 for c in candidates)
     assert max(c.own_tokens for c in candidates) > 0
     for placement, outcome in watched.told:
@@ -63,6 +71,14 @@ def test_the_policy_sees_what_the_gateway_shows() -> None:
         assert outcome.ttft is not None
         assert outcome.ttft > 0
         assert outcome.cached_tokens is not None
+
+
+def test_the_pool_is_not_asked_for_a_policy_that_does_not_weigh_it() -> None:
+    watched = Unweighing(load("round_robin", {}))
+    done = Simulation(Scene(engines=3, blocks=1000, pool=5000), AGENTS.traffic(1), watched).play()
+    assert all(job.pool_tokens is None for job, _, _ in watched.asked)
+    assert all(fate.predicted is None for fate in done.fates)
+    assert any(fate.loaded for fate in done.fates)
 
 
 def test_a_prompt_that_is_being_computed_is_likely_held_soon() -> None:
@@ -123,6 +139,45 @@ def test_a_decode_waits_in_vain_for_a_pool_without_room() -> None:
     assert first.first - first.arrived < 1
     assert second.first - second.arrived > 10
     assert [job.pool_tokens for job, _, _ in watched.asked if job.prefilled] == [1024, 1024]
+
+
+class Learning(Cost):
+    """The cost policy, and what it knew of the second engine's prefill rate after each answer of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: list[float] = []
+
+    def observe(self, placement: Placement, outcome: Outcome) -> None:
+        super().observe(placement, outcome)
+        if outcome.engine == "engine-02":
+            self.rates.append(1 / self.rate(outcome.engine).prefill)
+
+
+def test_an_engine_at_half_its_speed_is_known_for_it_and_gets_less() -> None:
+    chance = random.Random(1)
+    asks = tuple(
+        Ask(
+            at=chance.uniform(0, 400),
+            tokens=chance.randrange(500, 6000),
+            output=5,
+            chain=tuple((place * 100 + block).to_bytes(8, "big") for block in range(12)),
+        )
+        for place in range(2000)
+    )
+    policy = Learning()
+    scene = Scene(engines=3, slowed=(Slowed(200, 2, 0.5),))
+    done = Simulation(scene, Traffic("single", 512, asks), policy).play()
+    there = [fate for fate in done.fates if fate.engine == "engine-02"]
+    before = sum(fate.ended < 200 for fate in there)
+    assert policy.rates[before - 1] == pytest.approx(8000, rel=0.1)
+    assert all(rate == pytest.approx(4000, rel=0.2) for rate in policy.rates[before + 50 :])
+    share = [
+        sum(fate.engine == "engine-02" for fate in fates) / len(fates)
+        for fates in (done.fates[:1000], done.fates[1100:])
+    ]
+    assert share[0] == pytest.approx(1 / 3, abs=0.03)
+    assert share[1] == pytest.approx(1 / 5, abs=0.05)  # as its share of the speed
 
 
 def test_requests_come_faster() -> None:
