@@ -271,7 +271,7 @@ class Engine:
             running=running,
             cache_usage=usage,
             signal_age=self._time.now - self._polled if self._signals is not None else None,
-            likely_tokens=self.sent.under_way(landmarks.keys) * landmarks.apart,
+            likely_tokens=self.sent.under_way(landmarks),
         )
 
     def submit(self, leg: Leg) -> None:
@@ -281,7 +281,7 @@ class Engine:
         leg.engine = self
         self.requests += 1
         self.backlog += leg.backlog
-        self.sent.begin(leg.landmarks.keys)
+        self.sent.begin(leg.landmarks)
         self.tally.requests += 1
         self._scheduler.submit(leg)
         self._interrupt()
@@ -371,7 +371,7 @@ class Engine:
     def _answers(self, leg: Leg) -> None:
         leg.first = self._time.now
         self.backlog -= leg.backlog
-        self.sent.done(leg.landmarks.keys)
+        self.sent.done(leg.landmarks)
         if leg.loaded:
             self.tally.load_tokens += leg.loaded
             self.tally.load_seconds += self._scheduler.speed.load_seconds(leg.loaded)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from gateway.simulation import Fate, Run, Scene, Simulation
+from gateway.simulation import Run, Scene, Simulation
 from gateway.traffic import Agents, Traffic, read
 from policies.load import load
 
@@ -85,8 +85,8 @@ class Figures:
     """The busiest engine's seconds, against the mean."""
     balance_requests: float
     """The same of requests."""
-    prediction_error: float | None
-    """Mean tokens between what was predicted and what was found; None where the pool was not asked."""
+    prediction_error: float
+    """Mean tokens between what was predicted and what was found."""
 
 
 def cases_of(
@@ -143,13 +143,8 @@ def _figures(run: Run, case: Case) -> Figures:
         pool_lost=run.pool_lost,
         balance=_balance([engine.busy_seconds for engine in run.engines]),
         balance_requests=_balance([engine.requests for engine in run.engines]),
-        prediction_error=_error(fates),
+        prediction_error=sum(abs(fate.own + fate.loaded - fate.predicted) for fate in fates) / len(fates),
     )
-
-
-def _error(fates: Sequence[Fate]) -> float | None:
-    errors = [abs(fate.own + fate.loaded - fate.predicted) for fate in fates if fate.predicted is not None]
-    return sum(errors) / len(errors) if errors else None
 
 
 def _found(own: int, pool: int, of: int) -> Found:
@@ -194,7 +189,7 @@ def table(results: Sequence[tuple[Case, Figures]]) -> Iterator[str]:
                 *(str(n) for n in (figures.evicted, figures.pool_evicted, figures.pool_refused, figures.pool_lost)),
                 f"{figures.balance:.2f}",
                 f"{figures.balance_requests:.2f}",
-                f"{figures.prediction_error:.0f}" if figures.prediction_error is not None else "-",
+                f"{figures.prediction_error:.0f}",
             )
         )
     left = 1 + len(names)

@@ -22,7 +22,7 @@ from connector.landmarks import Landmarks, of_prefix
 from connector.simulated.timing import Speed
 from gateway.miniature import Engine, Leg, Pool, Tally, Timeline
 from gateway.traffic import Ask, Traffic, setting
-from policies.interface import Candidate, Job, Outcome, Placement, Policy, Role, uncached, weighs_pool
+from policies.interface import Candidate, Job, Outcome, Placement, Policy, Role, uncached
 
 MODEL, TENANT = "model", "tenant"
 HANDOFF = 10.0
@@ -107,8 +107,8 @@ class Fate:
     arrived: float
     engine: str
     """Who computed its prompt."""
-    predicted: int | None
-    """Tokens that the gateway expected to be there; None: it had not asked the pool."""
+    predicted: int
+    """Tokens that the gateway expected to be there, the engine's own and the pool's."""
     first: float = math.nan
     """When its first byte came."""
     ended: float = math.nan
@@ -154,8 +154,6 @@ class Simulation:
         self._policy = policy
         self._time = Timeline()
         self._pool = Pool(scene.pool, scene.lease) if scene.pool else None
-        self._asked = self._pool if weighs_pool(policy) else None
-        """The pool, where the gateway asks it: not for a policy to which it makes no difference."""
         self._engines = {engine.id: engine for engine in self._made()}
         self._fates: list[Fate] = []
         self._followers: dict[int, list[int]] = {}
@@ -213,29 +211,34 @@ class Simulation:
         ask, size = self._asks[place], self._block_size
         prefix = Prefix(ask.tokens, size, tuple(ask.chain[: ask.tokens // size]))
         landmarks = of_prefix(prefix)
-        reusable = prefix.hashes[: prefix.reusable]
+        candidates = [engine.candidate(prefix, landmarks) for engine in self._engines.values()]
         job = Job(
             model=MODEL,
             tenant=TENANT,
             prompt_tokens=ask.tokens,
-            pool_tokens=self._asked.run(reusable) * size if self._asked is not None else None,
+            pool_tokens=self._look_up(prefix, candidates),
             session=ask.session,
             landmarks=landmarks.keys,
-            whole=reusable[-1] if reusable else b"",
+            whole=landmarks.whole,
             landmark_tokens=landmarks.apart,
             block_tokens=size,
         )
-        candidates = [engine.candidate(prefix, landmarks) for engine in self._engines.values()]
         placement = self._policy.place(job, candidates)
         prefill = placement.prefill or placement.engine
-        predicted = placement.own_tokens + placement.pool_tokens if self._asked is self._pool else None
-        fate = Fate(ask, self._time.now, prefill, predicted)
+        fate = Fate(ask, self._time.now, prefill, placement.own_tokens + placement.pool_tokens)
         self._fates.append(fate)
         plan = _Plan(place, fate, prefix, landmarks, job, placement)
         if placement.prefill is None:
             self._send(plan, candidates, prefill, ask.output, begun=self._begun, ended=self._ended)
         else:
             self._send(plan, candidates, prefill, 1, begun=_found, ended=self._prefilled)
+
+    def _look_up(self, prefix: Prefix, candidates: Sequence[Candidate]) -> int | None:
+        """What the gateway asks the pool: nothing where each engine holds all that a cache can give."""
+        usable = prefix.reusable * prefix.block_size
+        if self._pool is None or all(candidate.own_tokens >= usable for candidate in candidates):
+            return None
+        return self._pool.run(prefix.hashes[: prefix.reusable]) * prefix.block_size
 
     def _send(
         self,

@@ -23,8 +23,12 @@ class _Weighed(Struct, frozen=True):
     stay: float
 
     @property
+    def ttft(self) -> float:
+        return self.wait + self.load + self.prefill
+
+    @property
     def cost(self) -> float:
-        return self.wait + self.load + self.prefill + self.others + self.later - self.stay
+        return self.ttft + self.others + self.later - self.stay
 
 
 class Cost:
@@ -102,24 +106,15 @@ class Cost:
         self._rates.observe(placement, outcome)
 
     def explain(self, job: Job, candidates: Sequence[Candidate]) -> dict[str, dict[str, float]]:
-        """The terms of `cost` for each engine that can answer, as they add up; nothing is remembered."""
+        """`cost` on each engine that can answer, and its time to the first token. Nothing is remembered."""
         able = able_to_answer(candidates)
         holds = [held(job, candidate) for candidate in able]
         shared = see(deepcopy(self._shared), job, able)
         before = queues(self._pressure.now(able), self._pressure.lately(able))
+        weighed = self._weighed(job, able, holds, shared, before)
         return {
-            candidate.id: {
-                "cost_ms": 1000 * terms.cost,
-                "wait_ms": 1000 * terms.wait,
-                "load_ms": 1000 * terms.load,
-                "prefill_ms": 1000 * terms.prefill,
-                "others_ms": 1000 * terms.others,
-                "later_ms": 1000 * terms.later,
-                "stay_ms": -1000 * terms.stay,
-                "shared_tokens": shared.tokens,
-                "shared_by_conversations": shared.ways,
-            }
-            for candidate, terms in zip(able, self._weighed(job, able, holds, shared, before), strict=True)
+            candidate.id: {"cost_ms": 1000 * terms.cost, "ttft_ms": 1000 * terms.ttft}
+            for candidate, terms in zip(able, weighed, strict=True)
         }
 
     def rate(self, engine: str) -> Rate:

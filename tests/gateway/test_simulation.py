@@ -33,10 +33,6 @@ class Watched:
         self.told.append((placement, outcome))
 
 
-class Unweighing(Watched):
-    weighs_pool = False
-
-
 def run(scene: Scene, policy: str = "cache_aware", agents: Agents = AGENTS) -> tuple[Run, Watched]:
     watched = Watched(load(policy, {}))
     return Simulation(scene, agents.traffic(scene.seed), watched).play(), watched
@@ -73,21 +69,13 @@ def test_the_policy_sees_what_the_gateway_shows() -> None:
         assert outcome.cached_tokens is not None
 
 
-def test_the_pool_is_not_asked_for_a_policy_that_does_not_weigh_it() -> None:
-    watched = Unweighing(load("round_robin", {}))
-    done = Simulation(Scene(engines=3, blocks=1000, pool=5000), AGENTS.traffic(1), watched).play()
-    assert all(job.pool_tokens is None for job, _, _ in watched.asked)
-    assert all(fate.predicted is None for fate in done.fates)
-    assert any(fate.loaded for fate in done.fates)
-
-
 def test_a_prompt_that_is_being_computed_is_likely_held_soon() -> None:
     blocks = tuple(place.to_bytes(8, "big") for place in range(70))
     asks = tuple(Ask(at=place / 100, tokens=4096, output=2, chain=blocks) for place in range(3))
     watched = Watched(load("round_robin", {}))
     Simulation(SMALL, Traffic("twins", 64, asks), watched).play()
     _, candidates, _ = watched.asked[1]
-    assert [c.likely_tokens for c in candidates] == [4032 // 512 * 512, 0, 0]  # the last block is never reused
+    assert [c.likely_tokens for c in candidates] == [4032, 0, 0]  # its last block is never reused
     assert [c.tokens for c in candidates] == [4096, 0, 0]
 
 
