@@ -58,6 +58,8 @@ PAUSE = 0.25
 """Seconds without a message after which its rest is asked for."""
 REPLAY = 10.0
 """Seconds that a whole replay may take."""
+APART = 0.02
+"""Seconds between two connections for replays: engines that share an address by mistake cause one with each message."""
 RECONNECT = 0.5
 """Seconds after which a lost connection is made anew if ZMQ has not done it: it never does after an error of the
 protocol, such as a message that is too large."""
@@ -409,9 +411,10 @@ class Subscription:
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._answers: zmq.Socket[bytes] | None = None
+        self._dialling: asyncio.TimerHandle | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._reconnect: asyncio.TimerHandle | None = None
-        self._heard = self._asked = 0.0
+        self._heard = self._asked = self._dialled = 0.0
 
     def open(self) -> None:
         """Follow the engine's events until closed. Raises `NoEvents`."""
@@ -509,12 +512,23 @@ class Subscription:
 
     def _ask(self, start: int, rest: bool) -> None:
         """Ask for all messages from this number on, on a connection of its own, so that no earlier answer is taken."""
-        self._hang_up()
+        self._drop_answers()
         self._heard = self._inbox.loop.time()
         if not rest:
             self._asked = self._heard
-        self._deadline = self._inbox.loop.call_later(PAUSE, self._late)
+        if self._deadline is None:
+            self._deadline = self._inbox.loop.call_later(PAUSE, self._late)
+        wait = self._dialled + APART - self._heard
+        if wait > 0:
+            self._dialling = self._inbox.loop.call_later(wait, self._dial, start)
+        else:
+            self._dial(start)
+
+    def _dial(self, start: int) -> None:
+        """Make the connection for a replay, and ask."""
         assert self._replay is not None
+        self._dialling = None
+        self._dialled = self._heard = self._inbox.loop.time()
         try:
             self._answers = self._made(zmq.DEALER)
             self._answers.connect(self._replay)
@@ -525,6 +539,7 @@ class Subscription:
 
     def _late(self) -> None:
         """Look whether a replay is silent, or takes too long."""
+        self._deadline = None
         self.read(time.perf_counter())  # after a pause of this process, what came in time waits still
         now = self._inbox.loop.time()
         if now >= self._asked + REPLAY:
@@ -533,8 +548,7 @@ class Subscription:
             self._follower.resume()
         elif now >= self._heard + SILENCE:
             self._follower.failed()
-        elif self._deadline is not None:
-            self._deadline.cancel()
+        if self._follower.asking and self._deadline is None:
             self._deadline = self._inbox.loop.call_later(PAUSE, self._late)
         self._settle()
 
@@ -547,6 +561,13 @@ class Subscription:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+        self._drop_answers()
+
+    def _drop_answers(self) -> None:
+        """Close the connection for a replay, or make none."""
+        if self._dialling is not None:
+            self._dialling.cancel()
+            self._dialling = None
         if self._answers is not None:
             self._inbox.loop.remove_reader(self._answers.fileno())
             self._answers.close()
@@ -576,7 +597,8 @@ def _receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
 
 
 def _number(frame: bytes) -> int | None:
-    return int.from_bytes(frame, "big") if len(frame) == 8 else None
+    """A message's number. That of a replay's end is none."""
+    return int.from_bytes(frame, "big") if len(frame) == 8 and frame != END else None
 
 
 def _is_map(payload: bytes) -> bool:

@@ -181,6 +181,7 @@ def test_an_event_that_cannot_be_read_takes_what_came_before_it(event: object) -
         [b""],
         [b"", b"\0" * 8],
         [b"", b"\0\0\1", payload(stored(2))],
+        [b"", events.END, payload(stored(2))],
         [b"", b"\0" * 7 + b"\1", b"garbage"],
         [b"", b"\0" * 7 + b"\1", b""],
         [b"", b"\0" * 7 + b"\1", b"\x91" * 200_000 + b"\xc0"],
@@ -726,6 +727,38 @@ async def test_an_endless_replay_ends_by_itself(mute: tuple[Mute, str, str], mon
             number += 1
             await asyncio.sleep(0.01)
         assert number > 1
+
+
+async def test_a_replay_that_always_lacks_some_ends_by_itself(
+    mute: tuple[Mute, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "REPLAY", 0.5)
+    engine, address, again = mute
+    held = Reported()
+    async with subscribed(address, held, replay=again):
+        async with asyncio.timeout(20):
+            while not held.failed:
+                if engine.router.poll(0):
+                    client, start = await engine.asked()
+                    for number in (start, start + 2):
+                        engine.router.send_multipart([client, b"", *message(number, stored(1))])
+                await asyncio.sleep(0.005)
+        assert held.run(prefix(1)) == 0
+
+
+async def test_engines_that_share_an_address_do_not_cause_a_connection_with_each_message(
+    mute: tuple[Mute, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "APART", 60.0)
+    engine, address, again = mute
+    held = Reported()
+    async with subscribed(address, held, replay=again):
+        assert (await engine.asked())[1] == 0
+        for _ in range(300):
+            engine.events.send_multipart(message(0, stored(1)))
+        await until(lambda: held.received == 300)
+        assert not engine.router.poll(50)
+        assert held.run(prefix(1)) == 0
 
 
 async def test_the_rest_of_a_replay_that_falls_silent_is_asked_for(mute: tuple[Mute, str, str]) -> None:
