@@ -18,7 +18,7 @@ SLOW_AMONG = 1000
 class Guarded:
     """Places as `policy` does.
 
-    Where it raises, or names an engine that is no candidate, `fallback` places the request. Where it takes
+    Where it raises, makes no placement, or names an engine that is no candidate, `fallback` places the request. Where it takes
     longer than `limit` seconds its answer stands, since nothing can stop it; the third time in a thousand calls
     it is out of service for good, and `fallback` takes its place. `count` is told of each failure. `NoCapacity`
     is an answer and no failure; that of the fallback passes too.
@@ -52,6 +52,7 @@ class Guarded:
     def place(self, job: Job, candidates: Sequence[Candidate]) -> Placement:
         if self._policy is self._fallback:
             return self._fallback.place(job, candidates)
+        candidates = tuple(candidates)  # which nobody can change
         started = self._clock()
         try:
             placement = among(candidates, self._policy.place(job, candidates))
@@ -98,6 +99,9 @@ def among(candidates: Sequence[Candidate], placement: Placement) -> Placement:
     """The placement, if it is one and every engine that it names is a candidate."""
     if not isinstance(placement, Placement):
         raise TypeError(f"the policy made no placement but {type(placement).__name__}")
+    tokens = (placement.own_tokens, placement.pool_tokens)
+    if not isinstance(placement.reason, str) or not all(isinstance(count, int) for count in tokens):
+        raise TypeError("the policy's placement has a reason that is no text, or tokens that are no number")
     known = {candidate.id for candidate in candidates}
     for name in (placement.engine, placement.prefill or placement.engine, *placement.spares):
         if name not in known:

@@ -78,6 +78,8 @@ def test_a_policy_that_is_well_is_left_alone(make: type[Policy]) -> None:
         placement("nobody"),
         placement("a", spares=("nobody",)),
         replace(placement("a"), prefill="nobody"),
+        replace(placement("a"), own_tokens=None),
+        replace(placement("a"), reason=["a"]),
     ],
     ids=str,
 )
@@ -87,6 +89,22 @@ def test_what_fails_is_replaced_and_counted(answer: object, caplog: pytest.LogCa
     assert chosen(bench.guarded, 4, engines("ab")) == "bbbb"
     assert bench.counted == ["failed"] * 4
     assert caplog.text.count("the policy failed") == 1, "told once until it is well again"
+
+
+class Meddling(Scripted):
+    """Changes what it chooses among."""
+
+    def place(self, job: Job, candidates: Sequence[Candidate]) -> Placement:
+        candidates.clear()  # type: ignore[attr-defined]
+        return super().place(job, candidates)
+
+
+def test_nobody_changes_the_candidates() -> None:
+    bench, able = Bench(Meddling(placement("a"))), engines("ab")
+
+    assert bench.guarded.place(job(), able).engine == "b"
+    assert [candidate.id for candidate in able] == ["a", "b"]
+    assert bench.counted == ["failed"]
 
 
 def test_a_failure_to_observe_is_counted(caplog: pytest.LogCaptureFixture) -> None:
