@@ -37,6 +37,8 @@ log = logging.getLogger("moongate")
 
 SECONDS = 30.0
 """For all steps together."""
+AT_ONCE = 2
+"""Questions that are looked into side by side, so that requests keep most of the threads that render and count."""
 FIRST_IDS = 16
 """Token ids that are told of a prompt where not all are asked for."""
 HASH_DIGITS = 16
@@ -169,7 +171,7 @@ class PlacementTold(Struct, frozen=True):
     pool_tokens: int
     reason: str
     by: str
-    """The policy that chose; least_loaded where the configured one failed."""
+    """The policy that chose; least_loaded where the configured one failed or is out of service."""
 
 
 class Explanation(Struct, frozen=True):
@@ -213,11 +215,12 @@ class Explain:
         self._policy = policy
         self._fallback = fallback
         self._told = PolicyTold(name, dict(settings))
+        self._turns = asyncio.Semaphore(AT_ONCE)
 
     async def __call__(self, raw: bytes) -> Explanation:
         """Answer a `Question`. Raises what the request itself would, as far as it would be refused here."""
         try:
-            async with asyncio.timeout(SECONDS):
+            async with asyncio.timeout(SECONDS), self._turns:
                 return await self._explain(await _question(raw))
         except TimeoutError:
             raise Unavailable(f"To explain this took longer than {SECONDS:g} s; try again.") from None
@@ -240,7 +243,7 @@ class Explain:
         began = time.perf_counter()
         residency = await placing.look_up(call, prompt) if candidates else None
         took = (time.perf_counter() - began) * 1000
-        known = _Known(call, prompt, candidates, residency, took, placing.job(call, prompt, residency))
+        known = _Known(call, prompt, tuple(candidates), residency, took, placing.job(call, prompt, residency))
         placement: PlacementTold | None = None
         terms: Terms = {}
         if unplaced is None:
@@ -289,7 +292,8 @@ class Explain:
             return None, {}, f"the policy's state cannot be copied ({type(error).__name__}), so it was not asked"
         terms = _terms(policy, job, candidates)
         try:
-            placement, by = among(candidates, policy.place(job, candidates)), self._told.name
+            placement = among(candidates, policy.place(job, candidates))
+            by = "least_loaded, since the policy is out of service" if policy is fallback else self._told.name
         except NoCapacity as error:
             return None, terms, str(error)
         except Exception:
@@ -333,6 +337,8 @@ async def _question(raw: bytes) -> Question:
         raise BadRequest(f'{error}; send {{"body": the request, "tenant": NAME, ...}}.') from None
     except msgspec.DecodeError as error:
         raise BadRequest(f"The body is not JSON: {error}.") from None
+    except RecursionError:
+        raise BadRequest("The body is nested too deeply.") from None
 
 
 def _endpoint(path: str) -> Endpoint:

@@ -18,10 +18,10 @@ SLOW_AMONG = 1000
 class Guarded:
     """Places as `policy` does.
 
-    Where it raises, makes no placement, or names an engine that is no candidate, `fallback` places the request. Where it takes
-    longer than `limit` seconds its answer stands, since nothing can stop it; the third time in a thousand calls
-    it is out of service for good, and `fallback` takes its place. `count` is told of each failure. `NoCapacity`
-    is an answer and no failure; that of the fallback passes too.
+    Where it raises, makes no placement, or names an engine that is no candidate, `fallback` places the
+    request. Where it takes longer than `limit` seconds its answer stands, since nothing can stop it; the
+    third time in a thousand calls it is out of service for good, and `fallback` takes its place. `count` is
+    told of each failure. `NoCapacity` is an answer and no failure; that of the fallback passes too.
     """
 
     def __init__(

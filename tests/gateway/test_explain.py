@@ -17,8 +17,11 @@ from click.testing import CliRunner, Result
 from gateway import explain
 from gateway.__main__ import main
 from gateway.app import build
+from gateway.bodies import Call
 from gateway.breaker import FAILURES
 from gateway.config import Config
+from gateway.placing import Placing, Prompt
+from policies.guard import Guarded
 from policies.interface import Candidate, Job, NoCapacity, Outcome, Placement, able_to_answer, placed
 from policies.round_robin import RoundRobin
 from tests.double import CHAT, Engine, Master, completed, refused, whole
@@ -356,6 +359,14 @@ class Crash(RoundRobin):
         raise RuntimeError("not today")
 
 
+class Meddling(RoundRobin):
+    """Changes what it chooses among."""
+
+    def place(self, job: Job, candidates: Sequence[Candidate]) -> Placement:
+        candidates.clear()  # type: ignore[attr-defined]
+        return super().place(job, candidates)
+
+
 class Full(RoundRobin):
     """Has no room."""
 
@@ -405,6 +416,18 @@ async def test_a_policy_that_fails(street: Street) -> None:
     assert await house.metric("policy_failures_total") == 0
     full = await told(await under(street, Full))
     assert (full["placement"], full["unplaced"]) == (None, "all are full")
+
+
+async def test_a_policy_that_is_out_of_service(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
+    house = await under(street, Crash)
+    monkeypatch.setattr(Guarded, "policy", property(lambda guarded: guarded._fallback))
+    assert (await told(house))["placement"]["by"] == "least_loaded, since the policy is out of service"
+
+
+async def test_a_policy_that_changes_the_candidates(street: Street) -> None:
+    found = await told(await under(street, Meddling))
+    assert [engine["out"] for engine in found["engines"]] == [None, None]
+    assert found["placement"]["by"] == "least_loaded, since the policy failed"
 
 
 async def test_a_policy_that_cannot_be_copied_is_left_alone(street: Street) -> None:
@@ -476,6 +499,7 @@ async def test_other_endpoints(street: Street, tokenizer_folder: Path) -> None:
     [
         (b"{", "JSON"),
         (b"[]", "Expected `object`"),
+        (b'{"body": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
         (b"{}", "missing required field `body`"),
         ({"body": chat(), "tennant": "team-a"}, "unknown field `tennant`"),
         ({"body": chat(), "tenant": 1}, "Expected `str | null`"),
@@ -505,6 +529,21 @@ async def test_bounds(street: Street, tokenizer_folder: Path, monkeypatch: pytes
     master.everywhere = [gate]
     assert "took longer" in await refusal(house, {"tenant": "team-a", "body": chat(LONG)}, 503)
     gate.set()
+
+
+async def test_few_are_looked_into_at_once(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
+    house, know = await street.house(await street.engine()), Placing.know
+    seen = [0]
+
+    async def counted(placing: Placing, call: Call) -> Prompt:
+        seen.append(seen[-1] + 1)
+        await asyncio.sleep(0.01)
+        seen.append(seen[-1] - 1)
+        return await know(placing, call)
+
+    monkeypatch.setattr(Placing, "know", counted)
+    await asyncio.gather(*(told(house) for _ in range(8)))
+    assert (max(seen), len(seen)) == (explain.AT_ONCE, 17)
 
 
 # Who may ask
