@@ -44,8 +44,11 @@ from connector.held import KEY_BYTES, Reported
 OWN_MEDIA = frozenset({None, "GPU"})
 QUEUE = 10_000
 """Messages that may wait to be read; beyond them ZMQ drops, which the sequence then shows."""
-MAX_MESSAGE = 16 * 1024 * 1024
+MAX_MESSAGE = 4 * 1024 * 1024
 """Bytes of a message; ZMQ ends the connection over a larger one. One block takes some 200."""
+MAX_BLOCKS = 16_384
+"""Blocks that a message may tell of, so that none holds requests up for long: a step of an engine that computes
+262,144 tokens, in blocks of 16, has as many."""
 MAX_PENDING = 16 * 1024 * 1024
 """Bytes of messages that wait for a replay."""
 MAX_WITNESS = 1024 * 1024
@@ -129,6 +132,9 @@ class Decoder:
         except (msgspec.MsgspecError, ValueError, RecursionError):
             self._one_by_one(payload, held)
             return
+        if sum(1 + len(event.block_hashes or ()) for event in batch.events) > 2 * MAX_BLOCKS:
+            _bad(held)
+            return
         for event in batch.events:
             self._apply(event, payload, held)
 
@@ -137,6 +143,9 @@ class Decoder:
         try:
             batch = self._raw_map.decode(payload) if _is_map(payload) else self._raw_row.decode(payload)
         except (msgspec.MsgspecError, ValueError, RecursionError):
+            _bad(held)
+            return
+        if len(batch.events) > MAX_BLOCKS:
             _bad(held)
             return
         for raw in batch.events:
@@ -507,8 +516,9 @@ class Subscription:
 
     def _skip(self) -> None:
         """Drop what was told before now."""
-        while self._socket is not None and _receive(self._socket) is not None:
-            pass
+        for _ in range(QUEUE):
+            if self._socket is None or _receive(self._socket) is None:
+                break
 
     def _ask(self, start: int, rest: bool) -> None:
         """Ask for all messages from this number on, on a connection of its own, so that no earlier answer is taken."""

@@ -37,6 +37,8 @@ a chain takes 75 to 110, one that is a whole prompt 100 to 170, an estimated one
 FULL_ATTENTION = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 """Kinds of groups that need a prompt's whole prefix (KVCacheSpecKind in vllm/v1/kv_cache_interface.py)."""
 MAX_GROUPS = 64
+MOST_BLOCKS = 4 * 1024 * 1024
+"""Blocks remembered of an engine at most, whatever it says of itself: 64 million tokens in blocks of 16."""
 
 
 class Held(Protocol):
@@ -265,8 +267,9 @@ class Reported:
             blocks = self._groups[group] = Blocks()
         blocks.size = max(blocks.size, size)
         self.loose += blocks.store(keys, parent)
-        if len(blocks) > self.capacity:
-            self._evicted += blocks.trim(self.capacity)
+        over = len(self) - self.capacity  # groups share the engine's blocks
+        if over > 0:
+            self._evicted += blocks.trim(max(0, len(blocks) - over))
 
     def removed(self, keys: Sequence[bytes], group: int | None) -> None:
         """The engine has given up a copy of each of these blocks."""

@@ -150,17 +150,23 @@ class EngineControl:
         lines = [line for line in body.decode(errors="replace").splitlines() if line.startswith(_WANTED)]
         values: defaultdict[str, list[float]] = defaultdict(list)
         labels: dict[str, str] = {}
+        ranks: set[str] = set()
         try:
             for family in text_string_to_metric_families("\n".join(lines) + "\n"):
                 for sample in family.samples:
-                    if self._rank is not None and sample.labels.get("engine", str(self._rank)) != str(self._rank):
-                        continue
+                    if (rank := sample.labels.get("engine")) is not None:
+                        ranks.add(rank)
+                        if self._rank is not None and rank != str(self._rank):
+                            continue
                     values[sample.name].append(sample.value)
                     if sample.name == "vllm:cache_config_info":
                         labels = sample.labels
-            return _cache_facts(labels), _load(values)
+            found = _cache_facts(labels), _load(values)
         except (ValueError, ArithmeticError, LookupError) as error:
             raise BadAnswer(self._origin, "its /metrics is not in Prometheus' format") from error
+        if self._rank is not None and ranks and str(self._rank) not in ranks:
+            raise BadAnswer(self._origin, f"it has no data parallel rank {self._rank}; set its data_parallel")
+        return found
 
     async def event_sources(self) -> Mapping[int, EventSource]:
         """How each data parallel rank publishes KV events; empty where none does (/kv_event_sources)."""

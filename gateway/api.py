@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from connector.vllm import Card
 from gateway.agreement import Agreement
+from gateway.bodies import EXACT_BYTES
 from gateway.cors import Cors
 from gateway.dialects import Dialect
 from gateway.endpoints import ENDPOINTS, STORED
@@ -39,6 +40,9 @@ from gateway.gauges import engine_gauges, model_gauges, pool_gauges
 from gateway.models import Model
 from gateway.tenants import Tenant, Tenants, bearer_key
 from gateway.trace import CONTENT_TYPE, Telemetry
+
+MAX_QUESTION = EXACT_BYTES + 64 * 1024
+"""Bytes of a question to /admin/explain: of a larger request nothing is known but the engines' load."""
 
 
 class Surface(FastAPI):
@@ -126,7 +130,7 @@ def surface(
     async def explained(request: Request) -> Response:
         """Where a request would go, and why, for the operator. It is sent to no engine."""
         _check_operator(request, admin_key)
-        explanation = await explain(await _body(request, body_bytes, body_seconds))
+        explanation = await explain(await _body(request, min(body_bytes, MAX_QUESTION), body_seconds))
         return Response(msgspec.json.encode(explanation), media_type="application/json")
 
     _errors(app)
@@ -184,8 +188,17 @@ def _check_operator(request: Request, admin_key: str | None) -> None:
         given = bearer_key(dict(request.scope["headers"])) or b""
         if not hmac.compare_digest(given, admin_key.encode()):
             raise Forbidden("This endpoint needs the admin key, as 'Authorization: Bearer KEY'.")
-    elif request.client is None or not ipaddress.ip_address(request.client.host).is_loopback:
+    elif request.client is None or not ipaddress.ip_address(request.client.host).is_loopback or not _here(request):
         raise Forbidden("Without admin.key in the configuration this endpoint answers loopback only.")
+
+
+def _here(request: Request) -> bool:
+    """Whether the host is named by its address, or as localhost: a web page's name may be made to lead here."""
+    name = request.url.hostname or ""
+    try:
+        return name == "localhost" or ipaddress.ip_address(name) is not None
+    except ValueError:
+        return False
 
 
 async def _body(request: Request, limit: int, seconds: float) -> bytes:

@@ -21,7 +21,7 @@ from connector.blocks import Adapter, Prefix
 from connector.calibrate import Finding
 from connector.errors import Unreachable, WireError
 from connector.events import Inbox, Subscription
-from connector.held import Estimated, Held, Reported
+from connector.held import MOST_BLOCKS, Estimated, Held, Reported
 from connector.landmarks import NOWHERE, Landmarks, Sent
 from connector.vllm import CacheFacts, Card, EngineControl, Load
 from connector.wire import Timeouts, Wire
@@ -386,7 +386,7 @@ class Fleet:
                 engine.lost(f"it does not serve {engine.spec.model}; set its --served-model-name, or the model's name")
             else:
                 engine.facts = replace(facts, version=engine.version)
-                engine.held.capacity = facts.blocks or engine.held.capacity
+                engine.held.capacity = min(facts.blocks or engine.held.capacity, MOST_BLOCKS)
                 engine.heard(load, self._clock())
                 engine.back(self._clock() if self._open else None)
         self._agree(engine.spec.model)

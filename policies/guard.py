@@ -1,9 +1,12 @@
 """A policy of anybody's, and what places a request when that one fails, so that none of its defects is a client's."""
 
 import logging
+from asyncio import CancelledError
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal
+
+from msgspec.structs import replace
 
 from policies.interface import Candidate, Job, NoCapacity, Outcome, Placement, Policy
 
@@ -13,6 +16,8 @@ Failure = Literal["failed", "slow", "out of service"]
 SLOW_TIMES = 3
 """So often slow, within SLOW_AMONG calls, and the policy is out of service."""
 SLOW_AMONG = 1000
+MOST_REASONS = 64
+REASON_LETTERS = 80
 
 
 class Guarded:
@@ -41,6 +46,7 @@ class Guarded:
         self._calls = 0
         self._slow: deque[int] = deque(maxlen=SLOW_TIMES)
         """The calls that were slow last."""
+        self._reasons: set[str] = set()
         self._failing = False
         """It failed the last time, which is in the log already."""
 
@@ -58,24 +64,34 @@ class Guarded:
             placement = among(candidates, self._policy.place(job, candidates))
         except NoCapacity:
             raise
-        except Exception:
+        except (Exception, CancelledError):
             if self._is_news():
                 log.exception("the policy failed; the fallback placed the request")
             return self._fallback.place(job, candidates)
         finally:
             self._took(self._clock() - started)
         self._failing = False
-        return placement
+        return self._brief(placement)
 
     def observe(self, placement: Placement, outcome: Outcome) -> None:
         started = self._clock()
         try:
             self._policy.observe(placement, outcome)
-        except Exception:
+        except (Exception, CancelledError):
             if self._is_news():
                 log.exception("the policy failed to observe an outcome")
         finally:
             self._took(self._clock() - started)
+
+    def _brief(self, placement: Placement) -> Placement:
+        """The placement with one of few reasons, since each is a metric's label."""
+        reason = placement.reason
+        if reason in self._reasons:
+            return placement
+        if len(self._reasons) < MOST_REASONS and len(reason) <= REASON_LETTERS and reason.isprintable():
+            self._reasons.add(reason)
+            return placement
+        return replace(placement, reason="other")
 
     def _is_news(self) -> bool:
         """Count a failure, and say whether it is the first after the policy was well."""

@@ -103,6 +103,18 @@ class Following:
 # One message
 
 
+def test_a_message_that_would_hold_requests_up_is_not_taken_in() -> None:
+    one = Following()
+    one.live(0, stored(1, 2, 3))
+    one.live(1, stored(4) | {"block_hashes": list(range(3 * events.MAX_BLOCKS))})
+    assert (one.held.bad, len(one.held)) == (1, 0), "what it told is not known"
+    one.live(2, *({"type": "BlockRemoved", "block_hashes": []} for _ in range(3 * events.MAX_BLOCKS)))
+    one.live(3, {"type": 7}, *(stored(1) for _ in range(events.MAX_BLOCKS)))
+    assert (one.held.bad, len(one.held)) == (3, 0)
+    one.live(4, stored(1, 2))
+    assert one.run(1, 2) == 2
+
+
 @pytest.mark.parametrize("short", [False, True])
 def test_what_is_stored_is_held_until_it_is_removed(short: bool) -> None:
     one = Following()

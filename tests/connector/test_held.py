@@ -296,3 +296,12 @@ def conversations(chance: random.Random) -> Iterator[list[bytes]]:
     """As many as an engine of 40,000 blocks holds."""
     for _ in range(100):
         yield [chance.randbytes(8) for _ in range(400)]
+
+
+def test_groups_share_the_engines_blocks() -> None:
+    held = Reported()
+    held.capacity = 100
+    for group in range(40):
+        held.stored(keys(*range(group, group + 20)), None, SIZE, group, "full_attention")
+    assert len(held) <= 100
+    assert held.evicted >= 700

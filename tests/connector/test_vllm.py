@@ -115,6 +115,16 @@ async def test_when_the_engine_began(said: str, started: float | None) -> None:
     assert load.started == started
 
 
+async def test_a_rank_that_is_not_there_is_named() -> None:
+    async with listen(answers(text(METRICS)), answers(text(METRICS))) as peer:
+        zero, one = (EngineControl(peer.url, rank=rank) for rank in (0, 1))
+        assert (await zero.metrics())[1] == Load(running=3, waiting=2, cache_usage=0.25)
+        with pytest.raises(BadAnswer, match="it has no data parallel rank 1; set its data_parallel"):
+            await one.metrics()
+        for control in (zero, one):
+            await control.close()
+
+
 async def test_data_parallel_ranks_are_one_engine() -> None:
     """Requests add up; of the caches, which have one size, the mean is the share in use."""
     said = "".join(

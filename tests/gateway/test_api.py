@@ -351,6 +351,14 @@ async def test_metrics_without_an_admin_key_are_for_loopback(house: House) -> No
     assert "moongate_engine_up" in answer.text
 
 
+@pytest.mark.parametrize(("host", "status"), [("localhost:8000", 200), ("127.0.0.1", 200), ("[::1]:8000", 200),
+                                              ("evil.example", 403), ("localhost.evil.example:80", 403)])  # fmt: skip
+async def test_a_web_pages_name_that_leads_here_is_refused(house: House, host: str, status: int) -> None:
+    for method, path in (("GET", "/metrics"), ("POST", "/admin/explain")):
+        answer = await house.client.request(method, path, headers={"host": host}, json={"body": {}})
+        assert (answer.status_code == 403) is (status == 403), answer.text
+
+
 async def test_metrics_with_an_admin_key(street: Street, engine: Engine) -> None:
     house = await street.house(engine, admin={"key": "operator"})
     right = await house.client.get("/metrics", headers={"authorization": "Bearer operator"})

@@ -1,12 +1,13 @@
 """A policy's defects are met by another one, and counted."""
 
+from asyncio import CancelledError
 from collections.abc import Sequence
 
 import pytest
 from msgspec.structs import replace
 
 from policies.conformance import conform
-from policies.guard import SLOW_AMONG, Failure, Guarded
+from policies.guard import MOST_REASONS, SLOW_AMONG, Failure, Guarded
 from policies.interface import Candidate, Job, NoCapacity, Outcome, Placement, Policy
 from policies.least_loaded import LeastLoaded
 from policies.load import BUILT_IN
@@ -164,3 +165,27 @@ def test_a_pause_now_and_then_takes_nobody_out() -> None:
         assert bench.guarded.place(job(), engines("ab")).engine == "a"
 
     assert bench.counted == ["slow"] * 8
+
+
+def test_reasons_are_few_and_short() -> None:
+    policy = Scripted(placement("a"))
+    guarded = Bench(policy).guarded
+    told = set()
+    for number in range(200):
+        policy.placement = replace(placement("a"), reason=f"reason {number}")
+        told.add(guarded.place(job(), engines("ab")).reason)
+    assert len(told) == MOST_REASONS + 1
+    assert "reason 3" in told
+    for odd in ("x" * 100_000, "two\nlines"):
+        policy.placement = replace(placement("a"), reason=odd)
+        assert guarded.place(job(), engines("ab")).reason == "other"
+
+
+def test_a_policy_that_cancels_is_one_that_fails() -> None:
+    class Cancels(Scripted):
+        def place(self, job: Job, candidates: Sequence[Candidate]) -> Placement:
+            raise CancelledError
+
+    bench = Bench(Cancels(placement("a")))
+    assert bench.guarded.place(job(), engines("ab")).engine == "b"
+    assert bench.counted == ["failed"]
