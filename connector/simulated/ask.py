@@ -332,15 +332,13 @@ def check_room(prompt: int, *, exact: bool, max_model_len: int) -> None:
 def flattened(body: dict[str, Any], model: str) -> dict[str, Any]:
     """A chat body whose messages hold plain text only, as the engine's template gets them. Raises `Refusal`.
 
-    Text in parts is joined by line ends, a developer becomes the system.
+    Text in parts is joined by line ends.
     """
     messages = []
     for message in body["messages"]:
         plain = dict(message)
         if isinstance(message.get("content"), list):
             plain["content"] = "\n".join(_part(part, model) for part in message["content"])
-        if message["role"] == "developer":
-            plain["role"] = "system"
         messages.append(plain)
     return {**body, "messages": messages}
 
