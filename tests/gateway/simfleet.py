@@ -27,6 +27,34 @@ class Fleet:
 
     def engine(self, *flags: str, events: bool = False, replay: bool = False, role: Role = "both") -> dict[str, Any]:
         """Start one; what a configuration says of it."""
+        (found,) = self.engines(1, *flags, events=events, replay=replay, role=role)
+        return found
+
+    def engines(
+        self, count: int, *flags: str, events: bool = False, replay: bool = False, role: Role = "both"
+    ) -> list[dict[str, Any]]:
+        """Start several, side by side."""
+        found = [self._engine(flags, events=events, replay=replay, role=role) for _ in range(count)]
+        for engine in found:
+            self._ready(engine["url"])
+        return found
+
+    def stop(self, engine: dict[str, Any]) -> None:
+        """End an engine at once."""
+        self._children[engine["url"]][0].kill()
+
+    def restart(self, engine: dict[str, Any], *flags: str) -> None:
+        """End an engine at once and start it anew, in its place; `flags` come after those that it had."""
+        self.stop(engine)
+        self._start(engine["url"], [*self._children[engine["url"]][1], *flags])
+        self._ready(engine["url"])
+
+    def terminate(self) -> None:
+        """Ask all engines to end, side by side."""
+        for child, _ in self._children.values():
+            child.terminate()
+
+    def _engine(self, flags: Sequence[str], *, events: bool, replay: bool, role: Role) -> dict[str, Any]:
         port, events_port, replay_port = free_port(), free_port() if events else None, free_port() if replay else None
         command = commands.simulated(
             commands.EngineFlags(
@@ -49,16 +77,13 @@ class Fleet:
             found["kv_events"]["replay"] = f"tcp://127.0.0.1:{replay_port}"
         return found
 
-    def restart(self, engine: dict[str, Any]) -> None:
-        """End an engine at once and start it anew, in its place."""
-        child, command = self._children[engine["url"]]
-        child.kill()
-        self._start(engine["url"], command)
-
     def _start(self, url: str, command: Sequence[str | Path]) -> None:
         child = Child(f"engine-{url.rpartition(':')[2]}", command, self.logs, inherited())
         self._stack.callback(child.stop)
         self._children[url] = child, command
+
+    def _ready(self, url: str) -> None:
+        child = self._children[url][0]
         with killed_unless_ready(child):
             child.wait_for(f"{url}/health", 60)
 
@@ -88,4 +113,8 @@ def simulated_fleet(logs: Path) -> Iterator[Fleet]:
     with ExitStack() as stack:
         master = start_master(logs)
         stack.callback(master.stop)
-        yield Fleet(make(logs / NAME), logs, master, stack)
+        fleet = Fleet(make(logs / NAME), logs, master, stack)
+        try:
+            yield fleet
+        finally:
+            fleet.terminate()
