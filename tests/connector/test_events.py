@@ -253,6 +253,38 @@ def test_a_lost_connection_forgets_at_once() -> None:
     assert (one.run(2), one.held.gaps) == (1, 0)
 
 
+@pytest.mark.parametrize("first", [0, 57])
+@pytest.mark.parametrize("lost", [range(60, 61), range(70, 81)], ids=["one", "eleven"])
+def test_what_came_before_lost_messages_is_believed_only_as_far_as_it_is_told_again(first: int, lost: range) -> None:
+    """Each message stores a prompt of its own and takes the one of five messages before back."""
+    said = {
+        number: message(number, stored(number, 1), removed(number - 5, 1), removed(number - 5)) for number in range(100)
+    }
+
+    def known(one: Following) -> list[int]:
+        return [number for number in range(100) if one.run(number, 1) == 2]
+
+    for replay in (False, True):
+        one = Following(replay=replay)
+        if replay:
+            one.follower.anew()
+            for number in range(first):
+                one.follower.replayed([b"", *said[number]])
+            one.end()
+        for number in range(first, 100):
+            if number in lost:
+                continue
+            one.follower.live(said[number])
+            if one.follower.asking:
+                for again in range(one.asked[-1], number + 1):
+                    one.follower.replayed([b"", *said[again]])
+                one.end()
+            if number == lost.stop:
+                assert known(one) == [*range(number - 4, number + 1)] if replay else [number]
+        assert known(one) == [95, 96, 97, 98, 99]
+        assert (one.held.gaps, one.held.replays) == (1, 2 if replay else 0)
+
+
 # With one
 
 

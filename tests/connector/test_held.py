@@ -1,14 +1,17 @@
 """What an engine holds, block by block. No events: chains are handed in."""
 
 import random
+import resource
 import tracemalloc
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from connector.blocks import Prefix
-from connector.held import Blocks, Estimated, Reported
+from connector.held import DEFAULT_BLOCKS, Blocks, Estimated, Reported
+from connector.landmarks import MOST, Sent, of_prefix
 
 SIZE = 4
 
@@ -268,6 +271,55 @@ def test_no_number_of_groups_makes_it_grow() -> None:
     for group in range(1000):
         held.stored(keys(1), None, SIZE, group, None if group % 2 else "mamba")
     assert len(held) <= 64
+
+
+def unique(number: int, blocks: int) -> tuple[bytes, ...]:
+    """A prompt that shares nothing with any other."""
+    return tuple(number.to_bytes(4, "big") + block.to_bytes(4, "big") for block in range(blocks))
+
+
+def resident() -> int:
+    """Bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "blocks", "capacity"),
+    [
+        (6_000, 64, 16_384),
+        pytest.param(200_000, 256, DEFAULT_BLOCKS, marks=pytest.mark.long),
+    ],
+)
+def test_prompts_without_end_take_no_more_memory(prompts: int, blocks: int, capacity: int) -> None:
+    """Whatever is remembered of an engine, told or estimated, and of what was sent there. What is lost is counted."""
+    reported, estimated, sent = Reported(), Estimated(), Sent()
+    reported.capacity = estimated.capacity = capacity
+
+    def send(number: int) -> Prefix:
+        hashes = unique(number, blocks)
+        prefix = Prefix(tokens=blocks * 16 + 1, block_size=16, hashes=hashes)
+        reported.stored(hashes, None, 16, 0, "full_attention")
+        estimated.computed(prefix)
+        sent.begin(of_prefix(prefix))
+        sent.done(of_prefix(prefix))
+        return prefix
+
+    filling = prompts // 4
+    for number in range(filling):
+        send(number)
+    filled, held = resident(), reported.held_bytes + estimated.held_bytes
+    for number in range(filling, prompts):
+        newest = send(number)
+    assert resident() - filled < max(8_000_000, held // 4)
+    for index in (reported, estimated):
+        assert len(index) == capacity
+        assert index.evicted == prompts * blocks - capacity, "nothing is dropped in silence"
+        assert index.run(newest) == blocks
+    assert len(sent) <= MOST
+    assert sent.lately(of_prefix(newest)) == blocks * 16
+    for index in (reported, estimated):
+        index.clear()
+        assert index.held_bytes < 2000
 
 
 def test_blocks_take_what_they_are_said_to() -> None:
