@@ -7,7 +7,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any
@@ -112,13 +112,12 @@ async def test_a_system_prompt_that_all_share_makes_no_hot_spot(tree: dict[str, 
 
 
 @pytest.mark.long
-async def test_nor_does_it_take_much_longer_than_in_turn(
-    tree: dict[str, Any], record_property: Callable[[str, object], None]
-) -> None:
+async def test_nor_does_it_take_much_longer_than_in_turn(tree: dict[str, Any]) -> None:
+    """At most 1.3 times as long is what is wanted; the rest is for a machine that pauses at times."""
     _, seconds = await crowd(tree, "timed")
     _, in_turn = await crowd(tree | {"policy": {"use": "round_robin"}}, "timed in turn")
-    record_property("seconds", (seconds, in_turn))
-    assert seconds <= 2 * in_turn, "1.3 times is what is wanted; this machine pauses at times"
+    print(f"{seconds:.1f} s, in turn {in_turn:.1f} s")
+    assert seconds <= 2 * in_turn
 
 
 @pytest.mark.parametrize(
