@@ -97,7 +97,7 @@ class Engine:
         self.trouble: str | None = "not asked yet"
         """Why it gets no work; None when it does."""
         self.since: float | None = None
-        """When it came in or came back; None: it was there from the start."""
+        """When it came in, came back or began anew; None: it was there from the start."""
         self.requests = 0
         self.backlog = 0
         self._misses = 0
@@ -139,12 +139,13 @@ class Engine:
         self.finding, self._found_at = finding, now
 
     def heard(self, load: Load | None, now: float) -> None:
-        """What it says of its load. If it began at another moment than it said before, it holds nothing of before."""
+        """What it says of its load. If it began at another moment than it said before, it is new and holds nothing."""
         if load is None:
             return
         if self._load is not None and None is not self._load.started != load.started is not None:
             log.warning("engine %s has begun anew", self.id)
             self._forget()
+            self.since = now
         self._load, self._load_at = load, now
 
     def lost(self, trouble: str) -> None:

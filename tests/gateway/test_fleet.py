@@ -194,6 +194,20 @@ async def test_who_comes_later_is_a_newcomer(engine: Engine) -> None:
         assert fleet.candidates("tiny", None)[0].since == 5
 
 
+async def test_who_begins_anew_between_two_polls_is_a_newcomer_and_holds_nothing(engine: Engine) -> None:
+    clock, said = Clock(), engine._metrics()
+    engine.metrics = said + b"process_start_time_seconds 1000.0\n"
+    async with fleet_of(spec(engine), clock=clock) as fleet:
+        one = fleet.engines[0]
+        fleet.lease(one.id, 8, prefix(1, 2)).prefilled(computed=True)
+        for began, since, own in ((b"1000.0", None, 8), (b"1060.5", 0, 0), (b"1060.5", 5, 0)):
+            engine.metrics = said + b"process_start_time_seconds %b\n" % began
+            await fleet._ask(one, cards=False)
+            (candidate,) = fleet.candidates("tiny", None, prefix(1, 2))
+            assert (candidate.since, candidate.own_tokens) == (since, own)
+            clock.now += 5 if since == 0 else 0
+
+
 # Ranks
 
 
