@@ -133,7 +133,7 @@ def unlike(count: int, words: str, times: int = 100) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("restarts", [False, True], ids=["added", "restarted"])
-@pytest.mark.parametrize("policy", ["cache_aware", "least_loaded"])
+@pytest.mark.parametrize("policy", ["cache_aware", "cost", "least_loaded"])
 async def test_a_newcomer_gets_half_of_a_burst_at_most(
     street: Street, folder: Path, policy: str, restarts: bool
 ) -> None:
