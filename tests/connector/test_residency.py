@@ -187,6 +187,8 @@ async def test_what_was_seen_just_now_is_not_asked_for(blocks: int) -> None:
         assert await there.look_up(blocks) == Residency(blocks, 0)
         assert len(there.peer.requests) == requests
         there.later()
+        await there.look_up(blocks)
+        there.later()
         assert 0 < (await there.look_up(blocks)).asked <= SAMPLES
 
 
@@ -218,11 +220,11 @@ async def test_a_prefix_is_as_old_as_its_oldest_part() -> None:
 async def test_a_turn_takes_samples_and_a_few_keys_behind_them(scheme: KeyScheme) -> None:
     """What the engine computed and stored of the last turn was looked up before, too, though it was not there."""
     async with pool() as there:
-        for turn in range(5):
+        for turn, asked in enumerate((FIRST_KEYS, SAMPLED + MORE_SAMPLES, SAMPLED, SAMPLED, SAMPLED)):
             blocks = 2000 + 128 * turn
             residency = await there.look_up(blocks, scheme)
             assert residency.run == (blocks - 128 if turn else 0)
-            assert residency.asked == (SAMPLED if turn else FIRST_KEYS)
+            assert residency.asked == asked
             there.held |= keys_of(scheme, range(blocks))
             there.later()
 
@@ -236,7 +238,7 @@ async def test_an_end_that_is_gone_is_found(end: int, scheme: KeyScheme) -> None
         lose(there.held, range(end, 4000), scheme)
         residency = await there.look_up(4000, scheme)
         assert residency.run == end
-        assert residency.asked <= 2 * CHUNK_KEYS
+        assert residency.asked <= 4 * CHUNK_KEYS
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -328,8 +330,50 @@ async def test_what_is_as_old_as_what_was_lost_is_sampled_more_densely() -> None
         assert await there.look_up(4000) == Residency(4000, SAMPLES), "young again"
 
 
+async def test_until_a_loss_is_seen_what_is_older_than_all_that_was_whole_is_sampled_more_densely() -> None:
+    async with pool(keys_of(ONE_RANK, range(4000))) as there:
+        await there.look_up(4000)
+        for age, asked in ((10, SAMPLES + MORE_SAMPLES), (10, SAMPLES), (20, SAMPLES + MORE_SAMPLES), (15, SAMPLES)):
+            there.clock.now += age
+            assert await there.look_up(4000) == Residency(4000, asked)
+
+
+async def test_what_was_never_looked_up_is_sampled_more_densely() -> None:
+    async with pool(keys_of(ONE_RANK, range(4000))) as there:
+        assert await there.look_up(4000) == Residency(4000, WHOLE_KEYS + SAMPLES + MORE_SAMPLES)
+
+
+async def test_what_was_not_there_when_it_was_looked_up_is_sampled_more_densely() -> None:
+    """Nobody has seen all of what an engine has put since, and a put gives no lease."""
+    async with pool(keys_of(ONE_RANK, range(8))) as there:
+        await there.look_up(4000)
+        there.held |= keys_of(ONE_RANK, range(4000))
+        assert await there.look_up(4000) == Residency(4000, SAMPLES + MORE_SAMPLES)
+        there.later()
+        await there.look_up(4000)
+        there.later()
+        assert await there.look_up(4000) == Residency(4000, SAMPLES)
+
+
+async def test_what_has_lost_its_end_is_searched_for_other_losses() -> None:
+    """96 samples miss 40 blocks of 4000 in four of ten cases."""
+    chance = random.Random(1)
+    cases, over = 30, 0
+    for _ in range(cases):
+        async with pool(keys_of(ONE_RANK, range(4000))) as there:
+            for _ in range(2):
+                assert (await there.look_up(4000)).run == 4000
+                there.later()
+            lost = sorted(chance.sample(range(3500), 40))
+            lose(there.held, [*lost, *range(3900, 4000)])
+            run = (await there.look_up(4000)).run
+            assert run is not None
+            over += run > lost[0]
+    assert over <= 0.25 * cases
+
+
 async def test_few_prompts_at_the_boundary_of_an_eviction_look_whole() -> None:
-    """Any part of it may be lost: of 64 samples all survive in one of 65 cases."""
+    """Any part of it may be lost: of 256 samples all survive in one of 257 cases."""
     chance = random.Random(1)
     cases, over = 300, 0
     async with pool(keys_of(ONE_RANK, range(2000))) as there:
@@ -342,7 +386,7 @@ async def test_few_prompts_at_the_boundary_of_an_eviction_look_whole() -> None:
             assert run is not None
             over += run > lost[0]
             there.held |= keys_of(ONE_RANK, lost)
-    assert over <= 0.04 * cases
+    assert over <= 0.02 * cases
 
 
 # tiers
