@@ -1,20 +1,22 @@
 """How often the pool's run is said to be longer than it is, and what asking costs, while the store evicts.
 
 Agents work on one pool, some at a time: 20,000 common tokens, 10,000 of their own at first, 2,048 more in each
-of 30 turns, in blocks of 16; another one comes when one has ended. The store is a real Mooncake master's, with
-one segment that holds a part of what they work on. Before each turn the gateway's look-up is made, and at once
-the engine's own: `batch_is_exist` of all keys, which renews their leases, by a native client in a process of its
-own. Then the engine puts what it missed. Leases, and the time for which a prefix counts
-as verified, are as much shorter as the agents are faster than real ones.
+of 30 turns, in blocks of 16; another one comes when one has ended. Half of their turns come after a pause. The
+store is a real Mooncake master's, with one segment that holds a part of what they work on. Before each turn the
+gateway's look-up is made, and at once the engine's own: `batch_is_exist` of all keys, which renews their leases, by
+a native client in a process of its own. Then the engine puts what it missed. Leases are half as long as Mooncake's
+own, and so is the time for which a prefix counts as verified: the fleet is small and works fast for its size.
 
-Over-predicted is a run that is more than 128 blocks longer than what the engine found.
+Over-predicted is a run that is more than 128 blocks longer than what the engine found; `beaten` are those of them
+where the master evicted something between the two look-ups.
 
-At the end the engine looks the agents' prompts up again and again: alone, right after the gateway has looked
-another one up, as where requests come one by one, and at the same moment with it.
+At the end the engine looks the agents' prompts up again and again: alone, right after the gateway has sampled
+another one, as where requests come one by one, and at the same moment with it.
 """
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -25,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import httpx
@@ -41,13 +44,11 @@ BLOCK = 16
 COMMON, FIRST, TURN = 20_000 // BLOCK, 10_000 // BLOCK, 2_048 // BLOCK
 TURNS = 30
 LAST = COMMON + FIRST + TURNS * TURN
-LEASE = 0.2
-"""Seconds; Mooncake's own are 10."""
-SPEED = 10.0 / LEASE
-SEGMENT = 64 * 1024 * 1024
+SEGMENT = 128 * 1024 * 1024
 """Bytes of the store; objects are as large as lets so many in as are wanted."""
 PUT = 512
-ROUNDS = 600
+TOGETHER = 200
+"""Look-ups of which a p99 is taken, where two ways are compared: the median of many is not moved by other work."""
 DEADLINE = 0.25
 """Seconds for a look-up here, where the machine may have other work."""
 
@@ -161,17 +162,20 @@ class Figures:
     partial: int = 0
     """Turns before which a part of what the agent had was gone."""
     over: int = 0
+    beaten: int = 0
     under: int = 0
     unknown: int = 0
     failed_puts: int = 0
 
-    def note(self, said: Residency, seconds: float, real: int) -> None:
+    def note(self, said: Residency, seconds: float, real: int, evicting: bool) -> None:
         self.seconds.append(seconds)
         self.asked.append(said.asked)
         if said.run is None:
             self.unknown += 1
         else:
-            self.over += said.run - real > OVER
+            over = said.run - real > OVER
+            self.over += over
+            self.beaten += over and evicting
             self.under += real > said.run
 
 
@@ -180,44 +184,51 @@ def rank(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
 
 
-async def work(residence: Residence, engine: Engine, options: argparse.Namespace, figures: Figures) -> list[Agent]:
-    """All turns of all agents; tells which agents were there at the end."""
+async def work(
+    residence: Residence, engine: Engine, admin: str, options: argparse.Namespace, figures: Figures
+) -> list[Agent]:
+    """So many turns, one each `pace` seconds on average; tells which agents are there at the end.
+
+    The first turns fill the store and are not counted.
+    """
     chance, scheme = random.Random(options.seed), scheme_of(options.ranks)
     agents = [Agent(number, turn=chance.randrange(TURNS)) for number in range(options.together)]
-    coming = iter(range(options.together, options.agents))
-    done = 0
-    while agents:
-        awake = [agent for agent in agents if agent.idle <= done] or agents
-        agent = chance.choice(awake)
-        prefix = agent.prefix
-        started = time.perf_counter()
-        said = await residence.look_up(prefix, scheme)
-        seconds = time.perf_counter() - started
-        _, real = await engine.look("turn", agent.number, agent.blocks)
-        figures.note(said, seconds, min(real, prefix.reusable))
-        figures.partial += agent.turn > 0 and COMMON <= real < agent.blocks - TURN
-        figures.failed_puts += await engine.put()
-        done += 1
-        if done % 100 == 0:
-            say(f"{done} turns, {figures.over} over-predicted, {figures.partial} had lost something")
-        agent.turn += 1
-        agent.idle = done + (chance.randrange(4 * options.together) if chance.random() < 0.5 else 0)
-        if agent.turn == TURNS:
-            agents.remove(agent)
-            if (number := next(coming, -1)) >= 0:
-                agents.append(Agent(number))
-            elif len(agents) < options.together // 2:
-                return [*agents, agent]
-    return []
+    coming = itertools.count(options.together)
+    due = time.monotonic()
+    async with httpx.AsyncClient(trust_env=False) as client:
+        for done in range(-2 * options.together, options.turns):
+            due += chance.expovariate(1 / options.pace)
+            await asyncio.sleep(due - time.monotonic())
+            awake = [agent for agent in agents if agent.idle <= done] or agents
+            agent = chance.choice(awake)
+            prefix = agent.prefix
+            before = await evicted(client, admin)
+            started = time.perf_counter()
+            said = await residence.look_up(prefix, scheme)
+            seconds = time.perf_counter() - started
+            _, real = await engine.look("turn", agent.number, agent.blocks)
+            evicting = await evicted(client, admin) != before
+            failed = await engine.put()
+            if done >= 0:
+                figures.note(said, seconds, min(real, prefix.reusable), evicting)
+                figures.partial += agent.turn > 0 and COMMON <= real < agent.blocks - TURN
+                figures.failed_puts += failed
+            agent.turn += 1
+            agent.idle = done + (chance.randrange(4 * options.together) if chance.random() < 0.5 else 0)
+            if agent.turn == TURNS:
+                agents[agents.index(agent)] = Agent(next(coming))
+            if done % 100 == 0:
+                say(f"turn {done}: {figures.over} over-predicted, {figures.partial} had lost something")
+    return agents
 
 
 async def interference(
-    residence: Residence, engine: Engine, agents: Sequence[Agent], scheme: KeyScheme
+    residence: Residence, engine: Engine, agents: Sequence[Agent], scheme: KeyScheme, rounds: int
 ) -> dict[str, list[float]]:
     """Seconds of the engine's look-ups: alone, right after one of the gateway, and while it makes one."""
     prefixes = [agent.prefix for agent in agents]
     seconds: dict[str, list[float]] = {"alone": [], "after": [], "beside": []}
-    for number in range(ROUNDS):
+    for number in range(rounds):
         agent, other = agents[number % len(agents)], prefixes[(number + 1) % len(agents)]
         for way, taken in seconds.items():
             looking = asyncio.create_task(residence.look_up(other, scheme)) if way != "alone" else None
@@ -227,9 +238,15 @@ async def interference(
             taken.append(took)
             if looking is not None:
                 await looking
-        if number % 100 == 99:
-            say(f"{number + 1} of {ROUNDS} rounds of look-ups side by side")
+        if number % 500 == 499:
+            say(f"{number + 1} of {rounds} rounds of look-ups side by side")
     return seconds
+
+
+def typical(taken: Sequence[float], share: float) -> float:
+    """The median, over blocks of look-ups made one after the other, of such a rank of each."""
+    blocks = [taken[start : start + TOGETHER] for start in range(0, len(taken), TOGETHER)]
+    return median(rank(block, share) for block in blocks)
 
 
 async def verified_cost(residence: Residence, agent: Agent, scheme: KeyScheme) -> float:
@@ -245,23 +262,28 @@ async def verified_cost(residence: Residence, agent: Agent, scheme: KeyScheme) -
     return (time.process_time() - started) / rounds
 
 
-def evicted(admin: str) -> int:
-    lines = httpx.get(f"{admin}/metrics", trust_env=False).text.splitlines()
+async def evicted(client: httpx.AsyncClient, admin: str) -> int:
+    lines = (await client.get(f"{admin}/metrics")).text.splitlines()
     return int(sum(float(line.split()[-1]) for line in lines if line.startswith("master_evicted_key_count ")))
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     scheme = scheme_of(options.ranks)
-    with start_master(folder, extra_args=(f"--default_kv_lease_ttl={int(LEASE * 1000)}",)) as master:
+    with start_master(folder, extra_args=(f"--default_kv_lease_ttl={int(options.lease * 1000)}",)) as master:
         engine = await Engine.start(master.rpc, SEGMENT // options.store // options.ranks, options.ranks)
-        residence = Residence(Master([master.admin]), DEADLINE, verified=5.0 / SPEED)
+        residence = Residence(Master([master.admin]), DEADLINE, verified=options.lease / 2)
         try:
             await residence.open()
             figures = Figures()
-            agents = await work(residence, engine, options, figures)
-            gone = evicted(master.admin)
+            started = time.monotonic()
+            agents = await work(residence, engine, master.admin, options, figures)
+            lasted = time.monotonic() - started
+            async with httpx.AsyncClient(trust_env=False) as client:
+                gone = await evicted(client, master.admin)
             scans = (residence.scans, residence.over_predicted, residence.under_predicted)
-            beside = await interference(residence, engine, agents, scheme)
+            always = Residence(Master([master.admin]), DEADLINE, verified=0.0, scan_every=10**9)
+            beside = await interference(always, engine, agents, scheme, options.rounds)
+            await always.close()
         finally:
             await residence.close()
             engine.kill()
@@ -275,18 +297,22 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "keys_p50": rank(figures.asked, 0.5),
         "keys_p99": rank(figures.asked, 0.99),
         "over_percent": 100 * figures.over / turns,
+        "over": figures.over,
+        "over_beaten": figures.beaten,
         "under_percent": 100 * figures.under / turns,
         "unknown": figures.unknown,
         "lost_something_percent": 100 * figures.partial / turns,
-        "evicted_keys": gone,
+        "seconds": lasted,
+        "evicted_keys_a_second": gone / lasted,
         "failed_puts": figures.failed_puts,
         "over_5_ms_percent": 100 * sum(seconds > 0.005 for seconds in figures.seconds) / turns,
         "look_up_ms_p50": 1000 * rank(figures.seconds, 0.5),
         "look_up_ms_p99": 1000 * rank(figures.seconds, 0.99),
         **{
-            f"engine_ms_p{round(100 * share)}_{way}": 1000 * rank(taken, share)
+            f"engine_ms_p{round(100 * share)}_{way}": 1000 * typical(taken, share)
             for share in (0.5, 0.99)
             for way, taken in beside.items()
+            if taken
         },
         "scans": scans[0],
         "scans_over": scans[1],
@@ -298,9 +324,12 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1, help="tensor parallel ranks, each with an object of a block")
-    parser.add_argument("--agents", type=int, default=40)
+    parser.add_argument("--turns", type=int, default=800)
+    parser.add_argument("--pace", type=float, default=0.5, help="seconds from turn to turn, on average")
+    parser.add_argument("--lease", type=float, default=5.0, help="seconds of Mooncake's leases")
     parser.add_argument("--together", type=int, default=24, help="agents at work at a time")
-    parser.add_argument("--store", type=int, default=60_000, help="blocks that the store holds")
+    parser.add_argument("--store", type=int, default=72_000, help="blocks that the store holds")
+    parser.add_argument("--rounds", type=int, default=4000, help="of the look-ups compared at the end")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--engine", nargs=3, help=argparse.SUPPRESS)
