@@ -56,15 +56,15 @@ STRIDE = 32
 LANDMARKS = 64 * 1024
 """Landmarks that are kept, at most 272 bytes each: 17 MiB for prefixes of 2 million blocks."""
 SAMPLES = 96
-MORE_SAMPLES = 192
-"""Asked for as well where all samples of a prefix are there that is about as old as what is evicted."""
+MORE_SAMPLES = 384
+"""Asked for as well where all samples of a prefix are there that may have been evicted in part."""
 NARROWING = 16
 """Samples of the stretch that a boundary is known to lie in."""
 FIRST_KEYS = 16
 """Keys of the first chunk of what was never looked up; each chunk is twice the one before, up to `CHUNK_KEYS`."""
 WHOLE_KEYS = 240
 """Keys of such blocks that are asked for whole, before the rest is sampled."""
-MAX_KEYS = 768
+MAX_KEYS = 1024
 """Keys of one look-up, unless a single block has more objects than that."""
 FAILURES = 3
 """Look-ups that fail one after the other before no more are made for a while."""

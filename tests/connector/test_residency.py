@@ -238,7 +238,7 @@ async def test_an_end_that_is_gone_is_found(end: int, scheme: KeyScheme) -> None
         lose(there.held, range(end, 4000), scheme)
         residency = await there.look_up(4000, scheme)
         assert residency.run == end
-        assert residency.asked <= 4 * CHUNK_KEYS
+        assert residency.asked <= 5 * CHUNK_KEYS
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -373,7 +373,7 @@ async def test_what_has_lost_its_end_is_searched_for_other_losses() -> None:
 
 
 async def test_few_prompts_at_the_boundary_of_an_eviction_look_whole() -> None:
-    """Any part of it may be lost: of 256 samples all survive in one of 257 cases."""
+    """Any part of it may be lost: of 480 samples all survive in one of 481 cases."""
     chance = random.Random(1)
     cases, over = 300, 0
     async with pool(keys_of(ONE_RANK, range(2000))) as there:
@@ -386,7 +386,7 @@ async def test_few_prompts_at_the_boundary_of_an_eviction_look_whole() -> None:
             assert run is not None
             over += run > lost[0]
             there.held |= keys_of(ONE_RANK, lost)
-    assert over <= 0.02 * cases
+    assert over <= 0.015 * cases
 
 
 # tiers
