@@ -5,7 +5,8 @@ engine was given: to whom a prompt's beginning went that is being computed there
 tokens are not known, to whom text that begins so went lately.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -16,6 +17,8 @@ APART = 512
 TOKEN_BYTES = 4
 """Bytes of text that count as a token, where nobody has counted."""
 KEY_BYTES = 8
+GRACE = 1.0
+"""Seconds for which a prompt counts as under way after its answer, until the engine's events have told of it."""
 MOST = 16_384
 """Landmarks remembered of an engine, some 3 MB: 8 million tokens."""
 
@@ -66,15 +69,21 @@ def of_text(text: bytes, domain: bytes) -> Landmarks:
 
 
 class Sent:
-    """The landmarks of the prompts that were sent to one engine, and which of them it is computing."""
+    """The landmarks of the prompts that were sent to one engine, and which of them are under way there.
 
-    def __init__(self, most: int = MOST) -> None:
+    A prompt that is under way is being computed, or its answer is: then the engine keeps it.
+    """
+
+    def __init__(self, clock: Callable[[], float], most: int = MOST) -> None:
+        self._clock = clock
         self._most = most
         self._keys: OrderedDict[bytes, int] = OrderedDict()
-        """How many requests are computing each now."""
+        """How many requests each is under way in."""
+        self._ended: deque[tuple[float, Landmarks]] = deque()
+        """Prompts that were answered, and until when they count as under way."""
 
     def begin(self, landmarks: Landmarks) -> None:
-        """A request goes there; its prompt is being computed until `done`."""
+        """A request goes there; its prompt is under way until `ended` or `failed`."""
         keys = self._keys
         for key in reversed(landmarks.names):  # the tail is forgotten first: a head outlives what stands on it
             keys[key] = keys.get(key, 0) + 1
@@ -82,15 +91,21 @@ class Sent:
         while len(keys) > self._most:
             keys.popitem(last=False)
 
-    def done(self, landmarks: Landmarks) -> None:
-        """Its first byte is there, or it came to nothing."""
+    def ended(self, landmarks: Landmarks) -> None:
+        """Its answer is over."""
+        self._ended.append((self._clock() + GRACE, landmarks))
+
+    def failed(self, landmarks: Landmarks) -> None:
+        """It came to nothing."""
         for key in landmarks.names:
             count = self._keys.get(key)
             if count:
                 self._keys[key] = count - 1
 
     def under_way(self, landmarks: Landmarks) -> int:
-        """How many leading tokens of a prompt are being computed."""
+        """How many leading tokens of a prompt are under way."""
+        while self._ended and self._ended[0][0] < self._clock():
+            self.failed(self._ended.popleft()[1])
         return self._leading(landmarks, least=1)
 
     def lately(self, landmarks: Landmarks) -> int:
@@ -116,6 +131,7 @@ class Sent:
     def forget(self) -> None:
         """The engine was away: what it was given before is lost. What is under way counts no more."""
         self._keys.clear()
+        self._ended.clear()
 
     def __len__(self) -> int:
         return len(self._keys)

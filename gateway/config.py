@@ -243,7 +243,7 @@ class Engines(Section):
 
 
 class PolicyChoice(Section):
-    use: str = "cache_aware"
+    use: str = "cost"
     """round_robin, least_loaded, session, cache_aware, cost, disaggregated, an installed policy, or module:Class."""
     settings: dict[str, Any] = {}
     """What the policy's constructor takes."""

@@ -29,8 +29,9 @@ WORK = (
 ) * 6
 
 NOTES = {
-    "round_robin": "conversations change engines, so that the pool's part shows; try --policy cache_aware",
+    "round_robin": "conversations change engines, so that the pool's part shows; try --policy cost",
     "cache_aware": "conversations stay where most of them is held",
+    "cost": "conversations stay where most of them is held",
     "disaggregated": "prompts are computed on one engine and answered on another; own and pool are the latter's",
 }
 

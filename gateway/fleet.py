@@ -86,7 +86,7 @@ class Engine:
         rank = [(b"x-data-parallel-rank", str(spec.rank).encode())] if spec.rank is not None else []
         self.headers: tuple[tuple[bytes, bytes], ...] = (*key, *rank)
         self.held: Held = Estimated() if spec.events is None else Reported()
-        self.sent = Sent()
+        self.sent = Sent(clock)
         self.subscription: Subscription | None = None
         self.cards: tuple[Card, ...] = ()
         self.version: str | None = None
@@ -184,13 +184,14 @@ class Engine:
 class Lease:
     """A request's hold on an engine, for as long as it is under way there."""
 
-    __slots__ = ("_backlog", "_landmarks", "_prefix", "_released", "engine")
+    __slots__ = ("_backlog", "_computed", "_landmarks", "_prefix", "_released", "engine")
 
     def __init__(self, engine: Engine, backlog: int, prefix: Prefix | None, landmarks: Landmarks) -> None:
         self.engine = engine
         self._backlog = backlog
         self._prefix = prefix
         self._landmarks = landmarks
+        self._computed = False
         self._released = False
         engine.requests += 1
         engine.backlog += backlog
@@ -199,23 +200,24 @@ class Lease:
 
     def prefilled(self, computed: bool) -> None:
         """The first byte is there. If the prompt was computed, the engine holds it."""
-        self._begun()
+        self.engine.backlog -= self._backlog
+        self._backlog = 0
+        self._computed = computed
         if computed and self._prefix is not None and self.engine.alive:
             self.engine.held.computed(self._prefix)
         self._prefix = None
 
     def release(self) -> None:
         """The request is over there. Does nothing the second time."""
-        if not self._released:
-            self._released = True
-            self.engine.requests -= 1
-            self._begun()
-
-    def _begun(self) -> None:
+        if self._released:
+            return
+        self._released = True
+        self.engine.requests -= 1
         self.engine.backlog -= self._backlog
-        self._backlog = 0
-        self.engine.sent.done(self._landmarks)
-        self._landmarks = NOWHERE
+        if self._computed:
+            self.engine.sent.ended(self._landmarks)
+        else:
+            self.engine.sent.failed(self._landmarks)
 
 
 class Fleet:

@@ -224,7 +224,7 @@ class Engine:
         self.id = name
         self.role = role
         self.cache = Cache(blocks)
-        self.sent = Sent()
+        self.sent = Sent(lambda: timeline.now)
         self.requests = 0
         self.backlog = 0
         self.tally = Tally(name)
@@ -366,12 +366,12 @@ class Engine:
         for leg in step.ended:
             leg.leave()
             self.requests -= 1
+            self.sent.ended(leg.landmarks)
             leg.ended(leg)
 
     def _answers(self, leg: Leg) -> None:
         leg.first = self._time.now
         self.backlog -= leg.backlog
-        self.sent.done(leg.landmarks)
         if leg.loaded:
             self.tally.load_tokens += leg.loaded
             self.tally.load_seconds += self._scheduler.speed.load_seconds(leg.loaded)

@@ -68,14 +68,14 @@ class Wanted:
     """Folder of the model; a simulated engine makes a small one if there is none."""
     block_size: int = 32
     policy: str | None = None
-    """None: disaggregated where there are prefill engines, else cache_aware."""
+    """None: disaggregated where there are prefill engines, else cost."""
     python: Path = Path(sys.executable)
     """The interpreter that has vLLM."""
     engine_arguments: Sequence[str] = ()
 
     @property
     def chosen_policy(self) -> str:
-        return self.policy or ("disaggregated" if self.prefill else "cache_aware")
+        return self.policy or ("disaggregated" if self.prefill else "cost")
 
     @property
     def roles(self) -> list[Role]:

@@ -67,7 +67,7 @@ class Candidate(Struct, frozen=True):
     likely_tokens: int = 0
     """Leading tokens of this prompt, by its landmarks, that the engine likely holds when it comes to this request.
 
-    They are being computed there now; or, where what it holds cannot be known, they were sent there lately.
+    A request that begins so is under way there; or, where what it holds cannot be known, they were sent there lately.
     """
     since: float | None = None
     """Seconds since it came in or came back: a newcomer, that is cold. None: it was there from the start."""

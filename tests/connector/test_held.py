@@ -292,7 +292,7 @@ def resident() -> int:
 )
 def test_prompts_without_end_take_no_more_memory(prompts: int, blocks: int, capacity: int) -> None:
     """Whatever is remembered of an engine, told or estimated, and of what was sent there. What is lost is counted."""
-    reported, estimated, sent = Reported(), Estimated(), Sent()
+    reported, estimated, sent = Reported(), Estimated(), Sent(lambda: 0.0)
     reported.capacity = estimated.capacity = capacity
 
     def send(number: int) -> Prefix:
@@ -301,7 +301,7 @@ def test_prompts_without_end_take_no_more_memory(prompts: int, blocks: int, capa
         reported.stored(hashes, None, 16, 0, "full_attention")
         estimated.computed(prefix)
         sent.begin(of_prefix(prefix))
-        sent.done(of_prefix(prefix))
+        sent.failed(of_prefix(prefix))
         return prefix
 
     filling = prompts // 4

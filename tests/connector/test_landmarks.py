@@ -3,7 +3,7 @@
 import random
 
 from connector.blocks import Algorithm, HashScheme, Prefix, hash_prompt
-from connector.landmarks import APART, Landmarks, Sent, of_prefix, of_text
+from connector.landmarks import APART, GRACE, Landmarks, Sent, of_prefix, of_text
 
 
 def prompt(*tokens: int, salt: str | None = None, size: int = 16) -> Prefix:
@@ -52,22 +52,22 @@ def marks(*keys: bytes, whole: bytes = b"", tokens: int = 0) -> Landmarks:
 
 
 def test_what_is_being_computed_is_told_from_what_was_sent() -> None:
-    sent = Sent()
+    sent = Sent(lambda: 0.0)
     long, short = marks(b"1", b"2", b"3"), marks(b"1", b"2")
     asked = marks(b"1", b"2", b"3", b"4")
     sent.begin(long)
     assert (sent.under_way(asked), sent.lately(asked)) == (1536, 1536)
     sent.begin(short)
-    sent.done(long)
+    sent.failed(long)
     assert (sent.under_way(asked), sent.lately(asked)) == (1024, 1536)
-    sent.done(short)
+    sent.failed(short)
     assert (sent.under_way(asked), sent.lately(asked)) == (0, 1536)
-    sent.done(short)
+    sent.failed(short)
     assert sent.under_way(asked) == 0, "a request ends once, but an engine that was away has forgotten it"
 
 
 def test_the_same_prompt_is_under_way_to_its_last_block() -> None:
-    sent = Sent()
+    sent = Sent(lambda: 0.0)
     whole = of_prefix(prompt(*range(1000)))
     sent.begin(whole)
 
@@ -80,7 +80,7 @@ def test_the_same_prompt_is_under_way_to_its_last_block() -> None:
 
 
 def test_what_was_sent_long_ago_is_forgotten_from_its_end() -> None:
-    sent = Sent(most=4)
+    sent = Sent(lambda: 0.0, most=4)
     sent.begin(marks(b"1", b"2", b"3"))
     sent.begin(marks(b"1", b"5", b"6"))
 
@@ -89,3 +89,13 @@ def test_what_was_sent_long_ago_is_forgotten_from_its_end() -> None:
     assert sent.lately(marks(b"1", b"5", b"6")) == 1536
     sent.forget()
     assert len(sent) == 0
+
+
+def test_what_was_answered_counts_for_a_moment_more() -> None:
+    now = 10.0
+    sent = Sent(lambda: now)
+    sent.begin(marks(b"1"))
+    sent.ended(marks(b"1"))
+    assert sent.under_way(marks(b"1")) == 512
+    now += GRACE + 0.1
+    assert (sent.under_way(marks(b"1")), sent.lately(marks(b"1"))) == (0, 512)

@@ -10,7 +10,7 @@ import zmq
 from connector.blocks import Adapter, Prefix
 from connector.calibrate import Finding
 from connector.held import DEFAULT_BLOCKS
-from connector.landmarks import Landmarks
+from connector.landmarks import GRACE, Landmarks
 from connector.vllm import CacheFacts
 from connector.wire import Timeouts
 from gateway.breaker import FAILURES, FIRST_SECONDS
@@ -235,13 +235,24 @@ def marks(*keys: bytes) -> Landmarks:
     return Landmarks(keys, 512)
 
 
-async def test_what_is_being_computed_is_likely_there_soon(engine: Engine) -> None:
-    async with fleet_of(spec(engine)) as fleet:
+async def test_what_is_under_way_is_likely_there(engine: Engine) -> None:
+    clock = Clock()
+    async with fleet_of(spec(engine), clock=clock) as fleet:
         (one,) = fleet.engines
         lease = fleet.lease(one.id, 1024, prefix(1, 2), marks(b"a", b"b"))
         assert fleet.candidates("tiny", None, prefix(1, 3), marks(b"a", b"c"))[0].likely_tokens == 512
         lease.prefilled(computed=True)
-        assert fleet.candidates("tiny", None, prefix(1, 3), marks(b"a", b"c"))[0].likely_tokens == 0, "it is or is not"
+        clock.now += 100
+        assert fleet.candidates("tiny", None, prefix(1, 3), marks(b"a", b"c"))[0].likely_tokens == 512
+        lease.release()
+        assert fleet.candidates("tiny", None, prefix(1, 3), marks(b"a", b"c"))[0].likely_tokens == 512, (
+            "until it is told"
+        )
+        clock.now += GRACE + 0.1
+        assert fleet.candidates("tiny", None, prefix(1, 3), marks(b"a", b"c"))[0].likely_tokens == 0
+        failed = fleet.lease(one.id, 1024, prefix(1, 2), marks(b"a", b"b"))
+        failed.release()
+        assert fleet.candidates("tiny", None, prefix(1, 3), marks(b"a", b"c"))[0].likely_tokens == 0
 
 
 async def test_what_was_sent_is_likely_there_where_nothing_tells(engine: Engine) -> None:
