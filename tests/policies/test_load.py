@@ -15,6 +15,7 @@ import pytest
 from policies import load as module
 from policies.cache_aware import CacheAware
 from policies.conformance import conform
+from policies.cost import Cost
 from policies.disaggregated import Disaggregated
 from policies.interface import Policy
 from policies.least_loaded import LeastLoaded
@@ -48,12 +49,13 @@ def shop(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ("least_loaded", LeastLoaded),
         ("session", Session),
         ("cache_aware", CacheAware),
+        ("cost", Cost),
         ("disaggregated", Disaggregated),
     ],
 )
 def test_ours_by_name(use: str, kind: type) -> None:
     assert type(load(use, {})) is kind
-    assert len(BUILT_IN) == 5, "a new one is named above"
+    assert len(BUILT_IN) == 6, "a new one is named above"
 
 
 def test_each_load_makes_a_fresh_one() -> None:
@@ -75,7 +77,7 @@ def test_a_name_that_is_nearly_right(use: str, near: str) -> None:
 
 @pytest.mark.parametrize("use", ["", "zzz"])
 def test_a_name_that_is_nothing_like_it(use: str) -> None:
-    assert refused(use).endswith("known: cache_aware, disaggregated, least_loaded, round_robin, session")
+    assert refused(use).endswith("known: cache_aware, cost, disaggregated, least_loaded, round_robin, session")
 
 
 # a class of any module
