@@ -76,7 +76,7 @@ class Cost:
         later_share: float = 3.5,
         waiting_share: float = 0.2,
         request_tokens: int = 256,
-        stay_tokens: int = 3072,
+        stay_tokens: int = 2816,
         warm: float = 30.0,
     ) -> None:
         if prefill_rate <= 0 or load_rate <= 0:
