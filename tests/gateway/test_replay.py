@@ -74,6 +74,8 @@ def test_a_folder_gets_figures_and_a_picture(tmp_path: Path) -> None:
 
 
 def test_a_picture_needs_what_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = run("agent", "--out", str(tmp_path))
     assert result.exit_code == 1
