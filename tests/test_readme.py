@@ -97,7 +97,7 @@ async def test_the_first_steps(tmp_path: Path, tokenizer_folder: Path) -> None:
         async with background(serve, tmp_path / "gateway.log"):
             await ready(f"http://127.0.0.1:{port}")
             assert '"finish_reason":"stop"' in await shell(asking)
-            assert "would get it (cache_aware: " in " ".join((await shell(explaining)).split())
+            assert "would get it (cost: " in " ".join((await shell(explaining)).split())
 
         shown = yaml.safe_load(await shell(f"{secret}\n{check}"))
         assert shown["secret"] == "**********"

@@ -161,7 +161,7 @@ def test_events_come_from_one_side(tmp_path: Path, events: dict[str, str]) -> No
 def test_little_is_needed(tmp_path: Path) -> None:
     got = load(written(tmp_path, MINIMAL))
     assert got.listen.port == 8000
-    assert got.policy.use == "cache_aware"
+    assert got.policy.use == "cost"
 
 
 @pytest.mark.parametrize("where", list(sections(FULL)), ids=str)
