@@ -46,8 +46,10 @@ MAX_LISTING = 32 * 1024 * 1024
 MAX_KEY = 64 * 1024
 LEARN_SECONDS = 10.0
 """For a look at all keys: 200,000 take a fifth of a second."""
-WATCH_SECONDS = 0.5
-"""Between two looks at the masters, and the time that each of them has for its answers."""
+WATCH_SECONDS = 0.25
+"""Between two looks at the masters."""
+LOOK_SECONDS = 0.5
+"""For which each of them may take to answer one."""
 
 log = logging.getLogger("moongate")
 T = TypeVar("T")
@@ -115,7 +117,7 @@ class Master:
             await asyncio.sleep(WATCH_SECONDS)
 
     async def look(self) -> None:
-        """See which master serves and whether the pool has lost something, within `WATCH_SECONDS`."""
+        """See which master serves and whether the pool has lost something, within twice `LOOK_SECONDS`."""
         ready = await asyncio.gather(*(self._ready(wire) for wire in self._wires))
         serving = [wire for wire, is_ready in zip(self._wires, ready, strict=True) if is_ready]
         self._idle = frozenset(self._wires) - frozenset(serving)
@@ -177,13 +179,13 @@ class Master:
 
     @staticmethod
     async def _look_at(wire: Wire, target: str) -> tuple[int, bytes]:
-        """The status and the body of an answer that comes within `WATCH_SECONDS`."""
+        """The status and the body of an answer that comes within `LOOK_SECONDS`."""
         try:
-            async with asyncio.timeout(WATCH_SECONDS):
+            async with asyncio.timeout(LOOK_SECONDS):
                 answer = await wire.send("GET", target)
                 return answer.status, await answer.body(MAX_ANSWER)
         except TimeoutError:
-            raise TimedOut(wire.origin, "total", WATCH_SECONDS) from None
+            raise TimedOut(wire.origin, "total", LOOK_SECONDS) from None
 
     async def keys_of(self, hashes: Collection[bytes]) -> frozenset[str]:
         """The keys that end in any of the blocks `hashes`, whatever stands before it.
