@@ -70,7 +70,7 @@ async def test_answers_that_nobody_takes_do_not_pile_up(street: Street) -> None:
     for _ in range(20):
         client.ask(BODY)
         await asyncio.sleep(0.02)
-    assert len(engine.asked) <= 3
+    assert len(engine.asked) <= 8, "kernels hold some megabytes of them, the gateway no more than one"
 
 
 async def test_a_body_with_more_members_than_anybody_means_is_refused(street: Street) -> None:
