@@ -16,6 +16,8 @@ APART = 512
 """Tokens from one landmark to the next, as nearly as whole blocks allow."""
 TOKEN_BYTES = 4
 """Bytes of text that count as a token, where nobody has counted."""
+PIECE = APART * TOKEN_BYTES
+"""Bytes of text from one landmark to the next."""
 KEY_BYTES = 8
 GRACE = 1.0
 """Seconds for which a prompt counts as under way after its answer, until the engine's events have told of it."""
@@ -58,13 +60,12 @@ def of_prefix(prefix: Prefix) -> Landmarks:
 
 def of_text(text: bytes, domain: bytes) -> Landmarks:
     """The landmarks of a prompt whose tokens are not known; `domain` keeps apart what must not be shared."""
-    piece = APART * TOKEN_BYTES
     digest = blake2b(domain, digest_size=KEY_BYTES)
     keys = []
-    for start in range(0, len(text) - piece + 1, piece):
-        digest.update(text[start : start + piece])
+    for start in range(0, len(text) - PIECE + 1, PIECE):
+        digest.update(text[start : start + PIECE])
         keys.append(digest.copy().digest())
-    digest.update(text[len(keys) * piece :])
+    digest.update(text[len(keys) * PIECE :])
     return Landmarks(tuple(keys), whole=digest.digest(), tokens=len(text) // TOKEN_BYTES)
 
 
@@ -93,7 +94,8 @@ class Sent:
 
     def ended(self, landmarks: Landmarks) -> None:
         """Its answer is over."""
-        self._ended.append((self._clock() + GRACE, landmarks))
+        if landmarks is not NOWHERE:
+            self._ended.append((self._clock() + GRACE, landmarks))
 
     def failed(self, landmarks: Landmarks) -> None:
         """It came to nothing."""

@@ -17,7 +17,7 @@ from msgspec import Struct
 from connector.blocks import Adapter, HashScheme, Prefix
 from connector.errors import Inexact
 from connector.keys import KeyScheme
-from connector.landmarks import NOWHERE, Landmarks, of_prefix, of_text
+from connector.landmarks import NOWHERE, PIECE, Landmarks, of_prefix, of_text
 from connector.prompts import Known, hashed
 from connector.residency import Residency
 from gateway.agreement import Agreement, Counted, shape_of
@@ -250,8 +250,8 @@ def _session(tenant: Tenant, named: bytes) -> str:
 
 
 async def _text_landmarks(call: Call) -> Landmarks:
-    """The landmarks of a prompt's text, for one whose blocks are not known; none of what has no prompt."""
-    if call.endpoint.prompt is None:
+    """The landmarks of a prompt's text, for one whose blocks are not known; none of what has no prompt or little."""
+    if call.endpoint.prompt is None or len(call.raw) < PIECE:
         return NOWHERE
     return await asyncio.to_thread(_landmarks_of, call) if len(call.raw) > INLINE_BYTES else _landmarks_of(call)
 

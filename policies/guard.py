@@ -115,8 +115,8 @@ def among(candidates: Sequence[Candidate], placement: Placement) -> Placement:
     """The placement, if it is one and every engine that it names is a candidate."""
     if not isinstance(placement, Placement):
         raise TypeError(f"the policy made no placement but {type(placement).__name__}")
-    tokens = (placement.own_tokens, placement.pool_tokens)
-    if not isinstance(placement.reason, str) or not all(isinstance(count, int) for count in tokens):
+    numbers = isinstance(placement.own_tokens, int) and isinstance(placement.pool_tokens, int)
+    if not isinstance(placement.reason, str) or not numbers:
         raise TypeError("the policy's placement has a reason that is no text, or tokens that are no number")
     known = {candidate.id for candidate in candidates}
     for name in (placement.engine, placement.prefill or placement.engine, *placement.spares):
