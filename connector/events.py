@@ -1,27 +1,7 @@
-"""An engine's KV events, taken in order: what it stored, what it gave up.
+"""The sockets on which engines tell of KV events, and the turns in which they are read.
 
-vLLM publishes over ZMQ (vllm/distributed/kv_events.py, 0.28 to 0.32): frames are a topic, a sequence
-number of eight bytes, big-endian, and msgpack: `[time, [event, ...], data parallel rank]`. Events are
-maps with a `type` and are read by name, so that new fields and unknown kinds do no harm. What is not
-needed, token ids above all, is skipped without being made into objects.
-
-Only blocks in the engine's own cache count. Events of the medium `cpu` tell of puts into the pool,
-never of removals from it, so the pool is asked instead (connector/mooncake.py).
-
-An engine that has a replay socket tells again, on request, what it still has of its last messages. So
-
-    first contact, or contact anew     everything is asked for, from number 0
-    a number is missing                what is missing is asked for; later messages wait
-    the numbers go back, or the        the engine may have begun anew: what it was thought to hold is
-    connection was lost                forgotten at once, then everything is asked for
-    there is no such socket, it is     what this engine was thought to hold is forgotten, and grows
-    late, or it has not all            again from the next message on
-
-vLLM's replay socket drops what is beyond some thousand messages that ZMQ has not sent yet, its last word
-too. So the rest is asked for as often as more of it comes: ten times or fewer for its 10,000 messages.
-
-Blocks are thought to be held only if every message since the last forgetting was taken in, so
-that nothing is believed that was given up in a message that was missed.
+vLLM publishes over ZMQ (vllm/distributed/kv_events.py, 0.28 to 0.32): frames are a topic, a sequence number of eight
+bytes, big-endian, and the message. connector/follower.py brings messages into order, connector/batches.py reads them.
 
 Why no zmq.asyncio: it makes some futures for each message. Read straight from the sockets, 50,000
 events a second take 0.4 of a core in messages of one event, 0.16 in messages of eight, I/O thread included.
@@ -29,30 +9,20 @@ events a second take 0.4 of a core in messages of one event, 0.16 in messages of
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
-import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from connector.errors import ConnectorError
-from connector.held import KEY_BYTES, Reported
+from connector.follower import Follower
+from connector.held import Reported
 
-OWN_MEDIA = frozenset({None, "GPU"})
 QUEUE = 10_000
 """Messages that may wait to be read; beyond them ZMQ drops, which the sequence then shows."""
 MAX_MESSAGE = 4 * 1024 * 1024
 """Bytes of a message; ZMQ ends the connection over a larger one. One block takes some 200."""
-MAX_BLOCKS = 16_384
-"""Blocks that a message may tell of, so that none holds requests up for long: a step of an engine that computes
-262,144 tokens, in blocks of 16, has as many."""
-MAX_PENDING = 16 * 1024 * 1024
-"""Bytes of messages that wait for a replay."""
-MAX_WITNESS = 1024 * 1024
-"""Bytes of a message that is kept to judge hashes by."""
 SLICE = 0.001
 """Seconds for which messages are read before requests get as long a turn."""
 SILENCE = 2.0
@@ -70,288 +40,6 @@ HEARTBEAT = 5_000
 """Milliseconds between ZMQ's own questions whether the peer is there; it is lost after three."""
 MAX_SOCKETS = 8192
 """ZMQ's sockets in one process; a subscription has up to four."""
-END = (-1).to_bytes(8, "big", signed=True)
-"""The number of a replay's last message."""
-_WORD = 0xFFFFFFFFFFFFFFFF
-
-
-class _Event(msgspec.Struct, gc=False):
-    """An event of any kind, as far as it is needed."""
-
-    type: str
-    block_hashes: list[int | bytes] | None = None
-    parent_block_hash: int | bytes | None = None
-    block_size: int | None = None
-    medium: str | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    locality: str | None = None
-
-
-class _Kind(msgspec.Struct, gc=False):
-    type: str
-
-
-class _Row(msgspec.Struct, array_like=True, gc=False):
-    """A batch as vLLM writes it."""
-
-    ts: msgspec.Raw
-    events: list[_Event]
-
-
-class _Map(msgspec.Struct, gc=False):
-    """A batch with names, as some builds of vLLM write it."""
-
-    events: list[_Event]
-
-
-class _RawRow(msgspec.Struct, array_like=True, gc=False):
-    ts: msgspec.Raw
-    events: list[msgspec.Raw]
-
-
-class _RawMap(msgspec.Struct, gc=False):
-    events: list[msgspec.Raw]
-
-
-class Decoder:
-    """Messages to what an engine holds."""
-
-    def __init__(self) -> None:
-        self._row = msgspec.msgpack.Decoder(_Row)
-        self._map = msgspec.msgpack.Decoder(_Map)
-        self._raw_row = msgspec.msgpack.Decoder(_RawRow)
-        self._raw_map = msgspec.msgpack.Decoder(_RawMap)
-        self._event = msgspec.msgpack.Decoder(_Event)
-        self._kind = msgspec.msgpack.Decoder(_Kind)
-
-    def take(self, payload: bytes, held: Reported) -> None:
-        """Apply a message's events. Where one cannot be read, what came before is trusted no more."""
-        try:
-            batch = self._map.decode(payload) if _is_map(payload) else self._row.decode(payload)
-        except (msgspec.MsgspecError, ValueError, RecursionError):
-            self._one_by_one(payload, held)
-            return
-        if sum(1 + len(event.block_hashes or ()) for event in batch.events) > 2 * MAX_BLOCKS:
-            _bad(held)
-            return
-        for event in batch.events:
-            self._apply(event, payload, held)
-
-    def _one_by_one(self, payload: bytes, held: Reported) -> None:
-        """Apply the events of a message in which something cannot be read."""
-        try:
-            batch = self._raw_map.decode(payload) if _is_map(payload) else self._raw_row.decode(payload)
-        except (msgspec.MsgspecError, ValueError, RecursionError):
-            _bad(held)
-            return
-        if len(batch.events) > MAX_BLOCKS:
-            _bad(held)
-            return
-        for raw in batch.events:
-            try:
-                if self._kind.decode(raw).type in _KINDS:
-                    self._apply(self._event.decode(raw), payload, held)
-            except (msgspec.MsgspecError, ValueError, RecursionError):
-                _bad(held)
-
-    @staticmethod
-    def _apply(event: _Event, payload: bytes, held: Reported) -> None:
-        kind = event.type
-        if kind not in _KINDS:
-            return
-        held.events += 1
-        if kind == "AllBlocksCleared":
-            held.clear()
-            return
-        if event.medium not in OWN_MEDIA or event.locality == "REMOTE":
-            return
-        if event.block_hashes is None:
-            _bad(held)
-            return
-        keys = [
-            block[-KEY_BYTES:] if isinstance(block, bytes) else (block & _WORD).to_bytes(KEY_BYTES, "big")
-            for block in event.block_hashes
-        ]
-        if kind == "BlockRemoved":
-            held.removed(keys, event.group_idx)
-            return
-        parent = event.parent_block_hash
-        if parent is None:
-            if len(payload) <= MAX_WITNESS:
-                held.newest = payload
-        else:
-            parent = parent[-KEY_BYTES:] if isinstance(parent, bytes) else (parent & _WORD).to_bytes(KEY_BYTES, "big")
-        held.stored(keys, parent, event.block_size or 0, event.group_idx, event.kv_cache_spec_kind)
-
-
-_KINDS = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
-
-
-def witness(held: Reported) -> Mapping[str, Any] | None:
-    """The newest event that tells of a prompt's first block, whole, to judge hashes by; once."""
-    payload, held.newest = held.newest, None
-    if payload is None:
-        return None
-    try:
-        batch = msgspec.msgpack.decode(payload)
-        events = batch["events"] if isinstance(batch, dict) else batch[1]
-        for event in reversed(events):
-            first = event["type"] == "BlockStored" and event.get("parent_block_hash") is None
-            if first and event.get("medium") in OWN_MEDIA:
-                assert isinstance(event, dict)
-                return event
-    except (msgspec.MsgspecError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        pass  # what lies beside the fields that were read may be anything
-    return None
-
-
-class Follower:
-    """One engine's messages in order, whatever is lost, repeated or late. No socket: messages are handed in."""
-
-    def __init__(self, held: Reported, ask: Callable[[int, bool], None] | None) -> None:
-        """`ask` asks the engine for its messages from a number on, and is told whether they are the rest of a
-        replay; None where it cannot be asked.
-        """
-        self.asking = False
-        """A replay is awaited."""
-        self._held = held
-        self._ask = ask
-        self._decoder = Decoder()
-        self._expected: int | None = None
-        """The number of the next message to be applied; None: whichever comes."""
-        self._start = 0
-        """The number from which on was asked for the last time."""
-        self._whole = True
-        """The replay had all that was asked for, so far."""
-        self._live = -1
-        """The number of the last message that came by itself."""
-        self._pending: deque[tuple[int, bytes]] = deque()
-        self._pending_bytes = 0
-
-    def anew(self) -> None:
-        """The engine may have begun anew, or there is contact for the first time."""
-        self.lost()
-        if self._ask is not None:
-            self._begin(0)
-
-    def lost(self) -> None:
-        """The engine cannot be heard: what it holds may change."""
-        self._held.forget()
-        self.asking = False
-        self._expected = None
-        self._live = -1
-        self._drop_pending()
-
-    def live(self, frames: list[bytes]) -> None:
-        """Take in a message that came by itself."""
-        self._held.received += 1
-        number = _number(frames[1]) if len(frames) == 3 else None
-        if number is None:
-            self._held.bad += 1
-            if not self.asking:
-                self._missed(self._expected)
-            return
-        if number <= self._live:
-            self.anew()
-        self._live = number
-        if not self.asking and self._expected is not None and number > self._expected:
-            self._held.gaps += 1
-            self._missed(self._expected)
-        self._next(number, frames[2])
-
-    def replayed(self, frames: list[bytes]) -> None:
-        """Take in a message that was asked for: topic, number, payload; some builds of vLLM leave the topic out."""
-        if not self.asking:
-            return
-        number = _number(frames[-2]) if len(frames) >= 2 else None
-        if len(frames) >= 2 and frames[-2] == END:
-            if self.going and self._short:
-                self.resume()
-            else:
-                self._end(whole=self._whole and not self._short)
-        elif number is None or self._expected is None:
-            self._held.bad += 1
-            self.failed()
-        elif number == self._expected:
-            self._take(number, frames[-1])
-        elif number > self._expected and self.going:
-            self.resume()
-        elif number > self._expected:  # it has not all
-            self._whole = False
-            self._held.forget()
-            self._take(number, frames[-1])
-
-    @property
-    def going(self) -> bool:
-        """Some of the replay has come."""
-        return self.asking and self._expected is not None and self._expected > self._start
-
-    @property
-    def _short(self) -> bool:
-        """The replay has not come to where the messages begin that wait for it."""
-        return bool(self._pending) and self._expected is not None and self._pending[0][0] > self._expected
-
-    def resume(self) -> None:
-        """Ask for the rest of a replay that is `going`: some of it was lost."""
-        if self._ask is not None and self._expected is not None:
-            self._start = self._expected
-            self._ask(self._start, True)
-
-    def failed(self) -> None:
-        """The replay is late, or is none."""
-        if self.asking:
-            self._held.forget()
-            self._expected = None
-            self._end(whole=False)
-
-    def _missed(self, start: int | None) -> None:
-        """Messages from this number on are missing."""
-        if self._ask is not None and start is not None:
-            self._begin(start)
-        else:
-            self._held.forget()
-            self._expected = None
-
-    def _begin(self, start: int) -> None:
-        assert self._ask is not None
-        self.asking = self._whole = True
-        self._expected = self._start = start
-        self._ask(start, False)
-
-    def _next(self, number: int, payload: bytes) -> None:
-        """Take a message in when its turn comes, unless the replay has told of it already."""
-        if self.asking:
-            self._pending.append((number, payload))
-            self._pending_bytes += len(payload)
-            if self._pending_bytes > MAX_PENDING:
-                self.failed()
-        elif self._expected is None or number >= self._expected:
-            self._take(number, payload)
-
-    def _end(self, *, whole: bool) -> None:
-        """The replay is over: go on with what came in the meantime."""
-        self.asking = False
-        if whole:
-            self._held.replays += 1
-        else:
-            self._held.failed += 1
-        for number, payload in self._pending:
-            expected = self._expected
-            if expected is not None and number > expected:
-                self._held.gaps += 1
-                self._held.forget()
-            if expected is None or number >= expected:
-                self._take(number, payload)
-        self._drop_pending()
-
-    def _take(self, number: int, payload: bytes) -> None:
-        self._expected = number + 1
-        self._decoder.take(payload, self._held)
-
-    def _drop_pending(self) -> None:
-        self._pending.clear()
-        self._pending_bytes = 0
 
 
 class NoEvents(ConnectorError):
@@ -604,22 +292,3 @@ def _receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
         return socket.recv_multipart(zmq.NOBLOCK)
     except zmq.Again:
         return None
-
-
-def _number(frame: bytes) -> int | None:
-    """A message's number. That of a replay's end is none."""
-    return int.from_bytes(frame, "big") if len(frame) == 8 and frame != END else None
-
-
-def _is_map(payload: bytes) -> bool:
-    """Whether msgpack begins with a map."""
-    return payload[:1] in _MAPS
-
-
-_MAPS = frozenset(bytes([first]) for first in (*range(0x80, 0x90), 0xDE, 0xDF))
-
-
-def _bad(held: Reported) -> None:
-    """Something may have been removed that is believed in."""
-    held.bad += 1
-    held.forget()

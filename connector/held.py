@@ -219,7 +219,7 @@ class Blocks:
 
 
 class Reported:
-    """The blocks that an engine's events tell of, and how many events there were (connector/events.py)."""
+    """The blocks that an engine's events tell of, and how many events there were (connector/batches.py)."""
 
     def __init__(self) -> None:
         self._groups: dict[int | None, Blocks] = {}

@@ -19,10 +19,10 @@ from typing import Literal
 import orjson
 from msgspec import Struct
 
+from connector.batches import witness
 from connector.blocks import Algorithm, HashScheme, hashing_of
 from connector.calibrate import Finding, calibrate, diagnose_event, random_root, suspect_of, suspects
 from connector.errors import Inexact, WireError
-from connector.events import witness
 from connector.handoff import audit_body
 from connector.held import Reported
 from connector.keys import KeyScheme

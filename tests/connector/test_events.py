@@ -13,9 +13,11 @@ import msgspec
 import pytest
 import zmq
 
-from connector import events
+from connector import events, follower
+from connector.batches import MAX_BLOCKS, witness
 from connector.blocks import Prefix
-from connector.events import Follower, Inbox, NoEvents, Subscription, witness
+from connector.events import Inbox, NoEvents, Subscription
+from connector.follower import END, Follower
 from connector.held import Reported
 from connector.simulated.events import Chain
 from connector.simulated.events import cleared as clear_event
@@ -94,7 +96,7 @@ class Following:
         self.follower.replayed([b"", *message(number, *batch)])
 
     def end(self) -> None:
-        self.follower.replayed([b"", b"", events.END, b""])
+        self.follower.replayed([b"", b"", END, b""])
 
     def run(self, *path: int) -> int:
         return self.held.run(prefix(*path))
@@ -106,10 +108,10 @@ class Following:
 def test_a_message_that_would_hold_requests_up_is_not_taken_in() -> None:
     one = Following()
     one.live(0, stored(1, 2, 3))
-    one.live(1, stored(4) | {"block_hashes": list(range(3 * events.MAX_BLOCKS))})
+    one.live(1, stored(4) | {"block_hashes": list(range(3 * MAX_BLOCKS))})
     assert (one.held.bad, len(one.held)) == (1, 0), "what it told is not known"
-    one.live(2, *({"type": "BlockRemoved", "block_hashes": []} for _ in range(3 * events.MAX_BLOCKS)))
-    one.live(3, {"type": 7}, *(stored(1) for _ in range(events.MAX_BLOCKS)))
+    one.live(2, *({"type": "BlockRemoved", "block_hashes": []} for _ in range(3 * MAX_BLOCKS)))
+    one.live(3, {"type": 7}, *(stored(1) for _ in range(MAX_BLOCKS)))
     assert (one.held.bad, len(one.held)) == (3, 0)
     one.live(4, stored(1, 2))
     assert one.run(1, 2) == 2
@@ -193,7 +195,7 @@ def test_an_event_that_cannot_be_read_takes_what_came_before_it(event: object) -
         [b""],
         [b"", b"\0" * 8],
         [b"", b"\0\0\1", payload(stored(2))],
-        [b"", events.END, payload(stored(2))],
+        [b"", END, payload(stored(2))],
         [b"", b"\0" * 7 + b"\1", b"garbage"],
         [b"", b"\0" * 7 + b"\1", b""],
         [b"", b"\0" * 7 + b"\1", b"\x91" * 200_000 + b"\xc0"],
@@ -333,7 +335,7 @@ def test_a_replay_without_topics_is_read_as_well() -> None:
     one = Following(replay=True)
     one.follower.anew()
     one.follower.replayed([b"", *message(0, stored(1))[1:]])
-    one.follower.replayed([b"", events.END, b""])
+    one.follower.replayed([b"", END, b""])
     assert (one.run(1), one.held.replays) == (1, 1)
 
 
@@ -397,7 +399,7 @@ def test_a_late_or_broken_replay_forgets_and_goes_on(frames: list[bytes]) -> Non
 
 
 def test_what_waits_for_a_replay_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "MAX_PENDING", 1000)
+    monkeypatch.setattr(follower, "MAX_PENDING", 1000)
     one = Following(replay=True)
     one.live(0, stored(1))
     for number in range(5, 30):
@@ -549,7 +551,7 @@ class Wire:
             for number, frames in told:
                 self.one.follower.replayed([b"", *topic, *frames[1:]])
                 self.arrived[number] = frames
-            self.one.follower.replayed([b"", *topic, events.END, b""])
+            self.one.follower.replayed([b"", *topic, END, b""])
             return
         if self.replay == "slow":
             for _, frames in told[: self.engine.chance.randrange(len(told) + 1)]:
@@ -813,7 +815,7 @@ async def test_the_rest_of_a_replay_that_falls_silent_is_asked_for(mute: tuple[M
         engine.router.send_multipart([client, b"", *message(0, stored(1))])
         client, start = await engine.asked()
         assert start == 1
-        engine.router.send_multipart([client, b"", b"", events.END, b""])
+        engine.router.send_multipart([client, b"", b"", END, b""])
         await until(lambda: held.replays == 1)
         assert held.run(prefix(1)) == 1
 
@@ -830,7 +832,7 @@ async def test_the_fleet_may_tell_of_a_restart(mute: tuple[Mute, str, str]) -> N
         other, start = await engine.asked()
         engine.router.send_multipart([client, b"", *message(1, stored(3))])
         engine.router.send_multipart([other, b"", *message(0, stored(2))])
-        engine.router.send_multipart([other, b"", b"", events.END, b""])
+        engine.router.send_multipart([other, b"", b"", END, b""])
         await until(lambda: held.replays == 1)
         assert (start, held.run(prefix(2)), held.run(prefix(3))) == (0, 1, 0), "the first question's answer is late"
 
