@@ -1,32 +1,13 @@
 """How many leading blocks of a prompt the pool holds, within a deadline and with few keys.
 
     Residence  answers a look-up; owns the pool's `Master` and what goes on beside the requests
-    Landmarks  which prefixes were looked up before, and when they were seen to be there
-    _Probe     one question to the pool, in a few rounds
+    Seen       which prefixes were looked up before, and when they were seen to be there (connector/seen.py)
+    Probe      one question to the pool, in a few rounds (connector/probe.py)
     _Frontier  how old what the master evicts is
 
-A prefix that was seen less than `VERIFIED_SECONDS` ago is not asked for. One that was looked up before is
-sampled: one block at random of each of `SAMPLES` stretches, one object of it, the first and the last block
-always. What comes behind it was never looked up; it is asked for whole, in chunks that grow, up to the
-first gap, and sampled, too, where it is longer than a few chunks. Every object of a block counts, since an
-engine loads a block only if each rank's and group's is there.
-
-Why a sample will do: an engine's look-up renews the leases of a whole prompt at once, and the master evicts
-the oldest leases first (BatchEvict in mooncake-store/src/master_service.cpp). So a prompt is there or gone as
-a whole, but for the few at the boundary of an eviction, which have lost a random part, any part as likely as
-another (measured: 360 to 1966 of 2000 blocks, alike in every tenth). Of n samples all survive in 1 of n + 1
-such cases. Which prompts may be at the boundary is told by how old those are that were found to be gone;
-they are sampled more densely. So are those that have lost their end, and those of which less is known: never
-looked up, or not there when they were; or, until a loss is seen, older than all that was whole.
-
-What samples do not tell: a master that evicts has at times taken all it found in its first shards, whatever its
-age, and a thousandth of every prompt lies in each of them (measured: 1 to 80 of 2000 to 4000 blocks; what was put
-and not looked up since has no lease and goes, too). And what is evicted between this look-up and the engine's.
-
-Where a sample is missing and another one behind it is there, blocks were lost at random, and the first gap
-lies near the beginning: blocks are asked for from there on. Otherwise the end is missing: blocks were never
-stored, or are not yet, or were evicted first. Then the boundary is searched where it must be. What cannot be
-found out with `MAX_KEYS` keys counts as gone.
+A prefix that was seen less than `VERIFIED_SECONDS` ago is not asked for. Equal prefixes share one question. What is
+told of a prefix that was looked up before rests on samples; one in `SCAN_EVERY` answers is compared with all keys
+afterwards, beside the requests.
 
 Why unknown is not zero: a master that does not answer says nothing about the pool. A placement made
 in ignorance must not look like one made because the pool was empty.
@@ -34,38 +15,22 @@ in ignorance must not look like one made because the pool was empty.
 
 import asyncio
 import contextlib
-import hashlib
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from random import Random
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from connector.blocks import Prefix
 from connector.errors import BadAnswer, TimedOut, WireError
 from connector.keys import KeyScheme
-from connector.mooncake import CHUNK_KEYS, Master, Tier
+from connector.mooncake import CHUNK_KEYS, Master
+from connector.probe import Probe
+from connector.seen import EMPTY, STRIDE, Chain, Mark, Seen
 
 VERIFIED_SECONDS = 5.0
 """For which a prefix that was seen is not asked for again. The engine that gets the request asks for the same
 blocks, and the master then keeps them for its `default_kv_lease_ttl`, 10 s unless set otherwise."""
-STRIDE = 32
-"""Blocks between two landmarks."""
-LANDMARKS = 64 * 1024
-"""Landmarks that are kept, at most 272 bytes each: 17 MiB for prefixes of 2 million blocks."""
-SAMPLES = 96
-MORE_SAMPLES = 384
-"""Asked for as well where all samples of a prefix are there that may have been evicted in part."""
-NARROWING = 16
-"""Samples of the stretch that a boundary is known to lie in."""
-FIRST_KEYS = 16
-"""Keys of the first chunk of what was never looked up; each chunk is twice the one before, up to `CHUNK_KEYS`."""
-WHOLE_KEYS = 240
-"""Keys of such blocks that are asked for whole, before the rest is sampled."""
-MAX_KEYS = 1024
-"""Keys of one look-up, unless a single block has more objects than that."""
 FAILURES = 3
 """Look-ups that fail one after the other before no more are made for a while."""
 PAUSES = (0.5, 10.0)
@@ -91,252 +56,6 @@ class Residency:
     """Why `run` is unknown. `open`: not asked, since no master serves or the last look-ups failed."""
     disk: int = 0
     """How many blocks of `run` are on disk alone, reckoned from those that were asked for."""
-
-
-class Mark(NamedTuple):
-    """What is known of a prefix."""
-
-    at: float
-    """When it was looked up; the oldest of its parts counts."""
-    there: bool
-    """All of it was, then."""
-    disk: int
-    """Blocks of it on disk alone."""
-
-
-EMPTY = Mark(float("inf"), there=True, disk=0)
-"""The prefix of no blocks is always there."""
-
-
-class Chain:
-    """The blocks of a prompt that can be reused, and what they are called."""
-
-    __slots__ = ("_domain", "_hashes", "count", "scheme", "width")
-
-    def __init__(self, prefix: Prefix, scheme: KeyScheme) -> None:
-        self._hashes = prefix.hashes
-        self._domain = hashlib.blake2b("\0".join(scheme.prefixes).encode(), digest_size=8).digest()
-        self.scheme = scheme
-        self.count = prefix.reusable
-        self.width = len(scheme.prefixes)
-
-    def name(self, end: int) -> bytes:
-        """Of the prefix of `end` blocks, under which it is remembered. Models may share hashes, but no keys."""
-        return self._domain + self._hashes[end - 1][-16:]
-
-    def keys(self, block: int) -> tuple[str, ...]:
-        return self.scheme.keys(self._hashes[block])
-
-    def key(self, block: int, which: int) -> str:
-        return self.scheme.prefixes[which] + self._hashes[block].hex()
-
-
-class Landmarks:
-    """Which prefixes were looked up, at every `STRIDE`th block and at their ends. Bounded: the oldest go first."""
-
-    def __init__(self, capacity: int = LANDMARKS) -> None:
-        self._marks: OrderedDict[bytes, Mark] = OrderedDict()
-        self._capacity = capacity
-
-    def __len__(self) -> int:
-        return len(self._marks)
-
-    def mark(self, chain: Chain, end: int) -> Mark | None:
-        return self._marks.get(chain.name(end)) if end else EMPTY
-
-    def at(self, chain: Chain, end: int) -> float:
-        """When that prefix was looked up; of none, never."""
-        mark = self.mark(chain, end)
-        return mark.at if mark is not None else float("-inf")
-
-    def known(self, chain: Chain) -> int:
-        """Blocks of the longest prefix of `chain` that was looked up before."""
-        return self._longest(chain, lambda end: chain.name(end) in self._marks)
-
-    def there(self, chain: Chain, since: float = float("-inf")) -> int:
-        """Blocks of the longest prefix of `chain` that was there after `since`."""
-
-        def holds(end: int) -> bool:
-            mark = self.mark(chain, end)
-            return mark is not None and mark.there and mark.at > since
-
-        return self._longest(chain, holds)
-
-    def keep(self, chain: Chain, ends: Iterable[int], mark: Callable[[int], Mark]) -> None:
-        """Remember what is known of these prefixes, the longest first, so that shorter ones outlive them."""
-        for end in sorted(ends, reverse=True):
-            name = chain.name(end)
-            self._marks[name] = mark(end)
-            self._marks.move_to_end(name)
-        while len(self._marks) > self._capacity:
-            self._marks.popitem(last=False)
-
-    @staticmethod
-    def _longest(chain: Chain, holds: Callable[[int], bool]) -> int:
-        """What holds for a prefix holds for those it begins with, so halving finds the last of the strides."""
-        if chain.count and holds(chain.count):
-            return chain.count
-        low, high = 0, chain.count // STRIDE
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if holds(middle * STRIDE) else (low, middle - 1)
-        last = min(low * STRIDE + STRIDE - 1, chain.count - 1)
-        return next((end for end in range(last, low * STRIDE, -1) if holds(end)), low * STRIDE)
-
-
-class _OutOfKeys(Exception):
-    """A look-up has asked for as much as it may."""
-
-
-class _Probe:
-    """One question to the pool about one chain. What it has found holds, even where it is not at its end."""
-
-    def __init__(
-        self,
-        master: Master,
-        chain: Chain,
-        fresh: int,
-        once: int,
-        known: int,
-        *,
-        doubtful: bool,
-        until: float,
-        chance: Random,
-    ) -> None:
-        """Blocks up to `fresh` are there, those up to `once` were, those up to `known` were looked up.
-
-        `doubtful`: some of these may have been evicted. `until` is on the loop's clock.
-        """
-        self._master = master
-        self._chain = chain
-        self._fresh = fresh
-        self._once = once
-        self._known = known
-        self._doubtful = doubtful
-        self._until = until
-        self._chance = chance
-        self._samples: dict[int, Tier | None] = {}
-        """Blocks of which one object was asked for."""
-        self._blocks: dict[int, Tier | None] = {}
-        """Blocks of which all were."""
-        self.asked = 0
-        self.run = fresh
-
-    async def go(self) -> None:
-        """Find `run`. Raises a `WireError`."""
-        with contextlib.suppress(_OutOfKeys):
-            await self._go()
-
-    async def _go(self) -> None:
-        known, count = self._known, self._chain.count
-        if known > self._fresh:
-            behind = range(known, min(count, known + self._fit(FIRST_KEYS)))
-            if known - self._fresh <= self._fit(SAMPLES):
-                await self._ask((), range(self._fresh, behind.stop))
-                if not await self._whole(known, SAMPLES):
-                    return
-            elif not await self._sampled(known, behind, doubtful=self._doubtful):
-                return
-        if await self._whole(count, WHOLE_KEYS) and self.run < count:
-            await self._sampled(count, doubtful=True)
-
-    def disk(self) -> Iterator[tuple[int, int]]:
-        """Ends of prefixes behind `fresh`, with how many blocks behind it are on disk: each stands for those before."""
-        found = self._samples | self._blocks
-        last, disk = self._fresh, 0
-        for place in sorted(place for place in found if self._fresh <= place < self.run):
-            if found[place] == "disk":
-                disk += place + 1 - last
-            last = place + 1
-            yield last, disk
-
-    async def _sampled(self, end: int, whole: Iterable[int] = (), *, doubtful: bool) -> bool:
-        """Move `run` towards `end` by what samples say; `whole` is asked for on the way. False: there is a gap.
-
-        What was there and has lost its end is at the boundary of an eviction, and as `doubtful`.
-        """
-        start = self.run
-        gap = await self._lost(start, end, SAMPLES, whole)
-        if gap < end and not self._riddled(gap):
-            gap = await self._boundary(start, gap)
-        if (doubtful or gap < self._once) and not self._riddled(gap):
-            gap = await self._lost(start, gap, MORE_SAMPLES)
-        if self._riddled(gap):
-            self.run = start
-            await self._whole(gap, MAX_KEYS)
-        else:
-            self.run = gap
-        return self.run == end
-
-    async def _lost(self, start: int, end: int, samples: int, whole: Iterable[int] = ()) -> int:
-        """The first of some samples that is not there, or `end`."""
-        places = self._places(start, end, samples)
-        await self._ask(places, whole)
-        return next((place for place in places if not self._samples[place]), end)
-
-    def _riddled(self, gap: int) -> bool:
-        """Whether something behind a gap is there."""
-        return any(tier for place, tier in self._samples.items() if place > gap)
-
-    async def _boundary(self, start: int, gap: int) -> int:
-        """The first gap of those at the end of what is there, where samples found one at `gap`."""
-        while True:
-            low = max((place + 1 for place, tier in self._samples.items() if tier and place < gap), default=start)
-            low = max(low, start)
-            if self._riddled(gap):
-                return gap
-            if (gap - low) * self._chain.width <= CHUNK_KEYS:
-                break
-            gap = await self._lost(low, gap, NARROWING)
-        self.run = low
-        await self._whole(gap, MAX_KEYS)
-        return self.run
-
-    async def _whole(self, end: int, keys: int) -> bool:
-        """Move `run` to the first gap before `end`, or as far as about so many keys go. False: there is a gap."""
-        size, left = FIRST_KEYS, keys
-        while self.run < end and left > 0:
-            stop = min(end, self.run + self._fit(size))
-            left -= (stop - self.run) * self._chain.width
-            if new := [place for place in range(self.run, stop) if place not in self._blocks]:
-                await self._ask((), new)
-            while self.run < stop:
-                if not self._blocks[self.run]:
-                    return False
-                self.run += 1
-            size = min(2 * size, CHUNK_KEYS)
-        return True
-
-    def _fit(self, keys: int) -> int:
-        """How many blocks have so many keys; at least one."""
-        return max(1, keys // self._chain.width)
-
-    def _places(self, start: int, end: int, samples: int) -> list[int]:
-        """One block of each of so many equal stretches; the first and the last one always."""
-        size = end - start
-        if size <= samples:
-            return list(range(start, end))
-        edges = [start + size * number // samples for number in range(1, samples)]
-        return [start, *(self._chance.randrange(low, high) for low, high in pairwise(edges)), end - 1]
-
-    async def _ask(self, samples: Sequence[int], whole: Iterable[int] = ()) -> None:
-        """Find one object of each block of `samples` and all of each of `whole`. Raises `_OutOfKeys`."""
-        one = {place: self._chain.key(place, self._chance.randrange(self._chain.width)) for place in samples}
-        every = {place: self._chain.keys(place) for place in whole}
-        keys = [*one.values(), *(key for block in every.values() for key in block)]
-        if self.asked + len(keys) > max(MAX_KEYS, self._chain.width):
-            raise _OutOfKeys
-        self.asked += len(keys)
-        there = await self._master.query(keys, self._until - asyncio.get_running_loop().time())
-        for place, key in one.items():
-            self._samples[place] = there.get(key)
-        for place, block in every.items():
-            self._blocks[place] = _farthest([there.get(key) for key in block])
-
-
-def _farthest(tiers: Sequence[Tier | None]) -> Tier | None:
-    """A block is where the farthest of its objects is, and nowhere if one is missing."""
-    return None if None in tiers else "disk" if "disk" in tiers else "memory"
 
 
 class _Frontier:
@@ -416,7 +135,7 @@ class Residence:
         self._clock = clock
         self._chance = chance or Random()  # noqa: S311 -- samples, no secrets
         self._verified = verified
-        self._landmarks = Landmarks()
+        self._seen = Seen()
         self._probes: dict[bytes, asyncio.Task[Residency]] = {}
         self._breaker = _Breaker()
         self._frontier = _Frontier()
@@ -437,8 +156,8 @@ class Residence:
 
     @property
     def remembered(self) -> int:
-        """Landmarks that are kept."""
-        return len(self._landmarks)
+        """Prefixes that are."""
+        return len(self._seen)
 
     async def open(self) -> None:
         """Look at the masters, then go on doing so beside the requests."""
@@ -470,7 +189,7 @@ class Residence:
         trying = bool(self._probes) and name not in self._probes
         if not self.master.serving or not self._breaker.lets(now, trying):
             return Residency(None, 0, "open")
-        mark = self._landmarks.mark(chain, chain.count)
+        mark = self._seen.mark(chain, chain.count)
         fresh = mark is not None and mark.there and mark.at > self._since(now)
         return Residency(chain.count, 0, disk=mark.disk) if mark is not None and fresh else None
 
@@ -499,10 +218,10 @@ class Residence:
 
     async def _probe(self, chain: Chain, until: float) -> Residency:
         began = self._clock()
-        marks = self._landmarks
-        fresh, once, known = marks.there(chain, self._since(began)), marks.there(chain), marks.known(chain)
-        doubtful = known - once > OVER or self._frontier.near(began - marks.at(chain, known))
-        probe = _Probe(self.master, chain, fresh, once, known, doubtful=doubtful, until=until, chance=self._chance)
+        seen = self._seen
+        fresh, once, known = seen.there(chain, self._since(began)), seen.there(chain), seen.known(chain)
+        doubtful = known - once > OVER or self._frontier.near(began - seen.at(chain, known))
+        probe = Probe(self.master, chain, fresh, once, known, doubtful=doubtful, until=until, chance=self._chance)
         trouble: Trouble | None = None
         try:
             await probe.go()
@@ -517,17 +236,17 @@ class Residence:
             return Residency(None, probe.asked, trouble)
         self._breaker.succeeded()
         if probe.run < once:
-            self._frontier.note(began - marks.at(chain, once), lost=True)
+            self._frontier.note(began - seen.at(chain, once), lost=True)
         elif fresh < known <= probe.run:
-            self._frontier.note(began - marks.at(chain, known), lost=False)
+            self._frontier.note(began - seen.at(chain, known), lost=False)
         return Residency(probe.run, probe.asked, disk=self._remember(chain, probe, fresh, began))
 
-    def _remember(self, chain: Chain, probe: _Probe, fresh: int, began: float) -> int:
+    def _remember(self, chain: Chain, probe: Probe, fresh: int, began: float) -> int:
         """Keep what a probe has seen; tells how many blocks of the run are on disk.
 
         A prefix is as fresh as its oldest part.
         """
-        base = self._landmarks.mark(chain, fresh) or EMPTY
+        base = self._seen.mark(chain, fresh) or EMPTY
         at, disk, run = min(began, base.at), base.disk, probe.run
         marks: dict[int, Mark] = {}
         strides = iter(range(fresh - fresh % STRIDE + STRIDE, run + 1, STRIDE))
@@ -542,7 +261,7 @@ class Residence:
         for end in (*range(run - run % STRIDE + STRIDE, chain.count, STRIDE), chain.count):
             if end > run:
                 marks[end] = Mark(began, there=False, disk=0)
-        self._landmarks.keep(chain, marks, marks.__getitem__)
+        self._seen.keep(chain, marks, marks.__getitem__)
         return disk
 
     async def _compare(self, chain: Chain, said: int) -> None:

@@ -28,7 +28,7 @@ _POOLS: dict[str, tuple[str, Callable[[Residence], float]]] = {
         "Segments that make up the pool; one less after an engine's loss.",
         lambda pool: pool.master.segments,
     ),
-    "pool_landmarks": ("Places in prompts that are remembered to have been there.", lambda pool: pool.remembered),
+    "pool_seen": ("Prefixes of prompts that are remembered to have been looked up.", lambda pool: pool.remembered),
     "pool_scans_total": ("Look-ups that were compared with every key.", lambda pool: pool.scans),
     "pool_over_predicted_total": (
         "Such look-ups that had said more than was there, by more than 128 blocks.",

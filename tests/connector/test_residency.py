@@ -20,22 +20,9 @@ import pytest
 from connector.blocks import Prefix
 from connector.keys import KeyScheme, Ranks
 from connector.mooncake import CHUNK_KEYS, Master
-from connector.residency import (
-    FIRST_KEYS,
-    MAX_KEYS,
-    MORE_SAMPLES,
-    OVER,
-    PAUSES,
-    SAMPLES,
-    STRIDE,
-    VERIFIED_SECONDS,
-    WHOLE_KEYS,
-    Chain,
-    Landmarks,
-    Mark,
-    Residence,
-    Residency,
-)
+from connector.probe import FIRST_KEYS, MAX_KEYS, MORE_SAMPLES, SAMPLES, WHOLE_KEYS
+from connector.residency import OVER, PAUSES, VERIFIED_SECONDS, Residence, Residency
+from connector.seen import STRIDE, Chain, Mark, Seen
 from tests.connector.masters import EMPTY, IN_MEMORY, ON_DISK, asked, holding, keys_of, master_with, standby
 from tests.connector.objects import Objects, missing
 from tests.connector.peer import Line, Peer, Script, answers, free_port, hold, listen, ok, once, until
@@ -299,21 +286,21 @@ async def test_what_was_seen_while_the_pool_lost_something_is_not_remembered_as_
         assert (await there.look_up(8)).asked == 8
 
 
-def test_landmarks_are_bounded_in_number_and_bytes() -> None:
+def test_seen_are_bounded_in_number_and_bytes() -> None:
     capacity = 4096
     tracemalloc.start()
     try:
-        landmarks = Landmarks(capacity)
+        seen = Seen(capacity)
         for number in range(capacity // 8):
             hashes = tuple(place.to_bytes(16) + (32 * number + place).to_bytes(16) for place in range(32))
             chain = Chain(Prefix(32 * 16 + 1, 16, hashes), ONE_RANK)
-            landmarks.keep(chain, range(1, 33, 2), lambda end, at=float(number): Mark(at, there=True, disk=end))  # type: ignore[misc]
-            assert len(landmarks) <= capacity
+            seen.keep(chain, range(1, 33, 2), lambda end, at=float(number): Mark(at, there=True, disk=end))  # type: ignore[misc]
+            assert len(seen) <= capacity
         del hashes, chain
         size, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(landmarks) == capacity
+    assert len(seen) == capacity
     assert size / capacity <= 272
 
 
