@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +33,9 @@ SYSTEM_TOKENS = 640
 OUTPUT = 8
 SECONDS = 80.0
 """From the first turns to the last, about."""
+GAP = 0.3
+"""Seconds between two turns at least: of two that come at about the same time, chance decides which comes first, and
+with that where all later ones go."""
 POLICIES = ("round_robin", "cache_aware", "cost")
 
 
@@ -63,7 +66,10 @@ def conversations(seed: int) -> list[Turn]:
             prompt = prompt + [chance.randrange(100, 400) for _ in range(chance.randrange(150, 450))]
             turns.append(Turn(at, conversation, prompt))
             at += chance.uniform(0.5, 1.5) * SECONDS / TURNS
-    return sorted(turns, key=lambda turn: turn.at)
+    spaced: list[Turn] = []
+    for turn in sorted(turns, key=lambda turn: turn.at):
+        spaced.append(replace(turn, at=max(turn.at, spaced[-1].at + GAP)) if spaced else turn)
+    return spaced
 
 
 def traffic(turns: Sequence[Turn]) -> Traffic:
