@@ -117,13 +117,7 @@ def build(settings: config.Config) -> House:
         placing=placing,
         agreements=agreements,
         fleet=fleet,
-        relay=Relay(
-            fleet,
-            telemetry,
-            attempts=settings.retries.attempts,
-            budget=settings.retries.budget,
-            total=settings.timeouts.total,
-        ),
+        relay=Relay(fleet, telemetry, budget=settings.retries.budget, total=settings.timeouts.total),
         settle=Settle(
             limits=limits,
             policy=policy,

@@ -180,14 +180,10 @@ class LegFailed(Exception):
 class Relay:
     """Sends legs to engines and answers to clients."""
 
-    def __init__(self, fleet: Fleet, telemetry: Telemetry, *, attempts: int, budget: float, total: float) -> None:
-        """`attempts` engines are tried for an answer, and `budget` of all requests may be tried again.
-
-        `total` seconds bound a request, its legs together.
-        """
+    def __init__(self, fleet: Fleet, telemetry: Telemetry, *, budget: float, total: float) -> None:
+        """`budget` of all requests may be tried again; `total` seconds bound a request, its legs together."""
         self._fleet = fleet
         self._telemetry = telemetry
-        self._attempts = attempts
         self._budget = Budget(budget)
         self._total = total
 
@@ -206,12 +202,11 @@ class Relay:
     async def open(self, leg: Leg, targets: Sequence[Target], deadline: float) -> Reply:
         """Run a leg on the first target that answers. Raises the `GatewayError` of the last attempt where none does."""
         self._budget.earn()
-        last = min(self._attempts, len(targets))
         for number, target in enumerate(targets, 1):
             try:
                 reply = await self.attempt(leg, target, deadline)
             except LegFailed as failure:
-                if number < last and self._goes_on(failure):
+                if number < len(targets) and self._goes_on(failure):
                     if failure.reply is not None:
                         failure.reply.close()
                     self._telemetry.retries.inc(targets[number].engine)

@@ -372,11 +372,12 @@ class Serve:
         return Audit(call, known, counted.shape) if len(call.raw) <= MAX_AUDIT_BODY else None
 
     def _targets(self, plan: Plan, prefill: str | None = None) -> list[Target]:
-        """The placement's engine and its spares, each with what it would have to compute."""
-        candidates = {c.id: c for c in plan.candidates}
+        """The placement's engine and its spares, as many as are tried, each with what it would have to compute."""
+        tried = (plan.placement.engine, *plan.placement.spares)[: self._bounds.attempts]
+        candidates = {c.id: c for c in plan.candidates if c.id in tried}
         return [
             Target(name, uncached(plan.job, candidates[name]), self._route(plan, candidates[name], prefill))
-            for name in (plan.placement.engine, *plan.placement.spares)
+            for name in tried
         ]
 
     def _route(self, plan: Plan, candidate: Candidate, prefill: str | None) -> bytes | None:
