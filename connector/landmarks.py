@@ -7,8 +7,10 @@ tokens are not known, to whom text that begins so went lately.
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from hashlib import blake2b
+
+from msgspec import Struct
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from connector.blocks import Prefix
 
@@ -25,8 +27,7 @@ MOST = 16_384
 """Landmarks remembered of an engine, some 3 MB: 8 million tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class Landmarks:
+class Landmarks(Struct, frozen=True, gc=False):
     """A prompt's landmarks, first to last; equal ones stand for equal beginnings."""
 
     keys: tuple[bytes, ...] = ()
@@ -59,12 +60,16 @@ def of_prefix(prefix: Prefix) -> Landmarks:
 
 
 def of_text(text: bytes, domain: bytes) -> Landmarks:
-    """The landmarks of a prompt whose tokens are not known; `domain` keeps apart what must not be shared."""
-    digest = blake2b(domain, digest_size=KEY_BYTES)
+    """The landmarks of a prompt whose tokens are not known; `domain` keeps apart what must not be shared.
+
+    XXH3 takes a tenth of what a cryptographic hash does. Its seed is the domain's, which holds a secret salt: who
+    makes two texts of one name, if anybody can, makes them for nobody else.
+    """
+    digest = xxh3_64(seed=xxh3_64_intdigest(domain))
     keys = []
     for start in range(0, len(text) - PIECE + 1, PIECE):
         digest.update(text[start : start + PIECE])
-        keys.append(digest.copy().digest())
+        keys.append(digest.digest())
     digest.update(text[len(keys) * PIECE :])
     return Landmarks(tuple(keys), whole=digest.digest(), tokens=len(text) // TOKEN_BYTES)
 
@@ -82,6 +87,8 @@ class Sent:
         """How many requests each is under way in."""
         self._ended: deque[tuple[float, Landmarks]] = deque()
         """Prompts that were answered, and until when they count as under way."""
+        self._waiting = 0
+        """Landmarks of those."""
 
     def begin(self, landmarks: Landmarks) -> None:
         """A request goes there; its prompt is under way until `ended` or `failed`."""
@@ -94,8 +101,11 @@ class Sent:
 
     def ended(self, landmarks: Landmarks) -> None:
         """Its answer is over."""
-        if landmarks is not NOWHERE:
-            self._ended.append((self._clock() + GRACE, landmarks))
+        now = self._clock()
+        if names := len(landmarks.names):
+            self._ended.append((now + GRACE, landmarks))
+            self._waiting += names
+        self._let_go(now)
 
     def failed(self, landmarks: Landmarks) -> None:
         """It came to nothing."""
@@ -106,13 +116,20 @@ class Sent:
 
     def under_way(self, landmarks: Landmarks) -> int:
         """How many leading tokens of a prompt are under way."""
-        while self._ended and self._ended[0][0] < self._clock():
-            self.failed(self._ended.popleft()[1])
+        self._let_go(self._clock())
         return self._leading(landmarks, least=1)
 
     def lately(self, landmarks: Landmarks) -> int:
         """How many leading tokens of a prompt were sent there, and are remembered."""
         return self._leading(landmarks, least=0)
+
+    def _let_go(self, now: float) -> None:
+        """What was answered a while ago is not under way any more, nor is the oldest of too much."""
+        ended = self._ended
+        while ended and (ended[0][0] < now or self._waiting > self._most):
+            landmarks = ended.popleft()[1]
+            self._waiting -= len(landmarks.names)
+            self.failed(landmarks)
 
     def _leading(self, landmarks: Landmarks, least: int) -> int:
         """Who has a landmark has those before it: halve until the last one is found."""
@@ -134,6 +151,12 @@ class Sent:
         """The engine was away: what it was given before is lost. What is under way counts no more."""
         self._keys.clear()
         self._ended.clear()
+        self._waiting = 0
+
+    @property
+    def answered(self) -> int:
+        """Prompts that count as under way though they were answered."""
+        return len(self._ended)
 
     def __len__(self) -> int:
         return len(self._keys)

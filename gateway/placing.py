@@ -4,7 +4,6 @@ The steps of gateway/serve.py that decide and send nothing; `moongate explain` t
 cannot know something says so, and the request goes on without it.
 """
 
-import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -22,14 +21,15 @@ from connector.prompts import Known, hashed
 from connector.residency import Residency
 from gateway.agreement import Agreement, Counted, shape_of
 from gateway.audit import AUDITED, Auditor
-from gateway.bodies import EXACT_BYTES, INLINE_BYTES, Call, to_answer
+from gateway.bodies import EXACT_BYTES, Call, to_answer
 from gateway.endpoints import Endpoint, PromptKind
 from gateway.errors import BadRequest, Unavailable, UnknownModel
 from gateway.fleet import Fleet
 from gateway.models import Model
 from gateway.tenants import Tenant, Tenants
 from gateway.trace import Telemetry
-from policies.interface import Candidate, Job, NoCapacity, Placement, Policy
+from policies.guard import Guarded
+from policies.interface import Candidate, Job, NoCapacity, Placement
 
 log = logging.getLogger("moongate")
 
@@ -67,7 +67,7 @@ class Placing:
         agreements: Mapping[str, Agreement],
         auditor: Auditor,
         fleet: Fleet,
-        policy: Policy,
+        policy: Guarded,
         telemetry: Telemetry,
     ) -> None:
         """`models` are by every name that clients may use."""
@@ -117,7 +117,7 @@ class Placing:
         try:
             prompt = await self._prompt(call)
         except Inexact as error:
-            prompt = Prompt(inexact=error.reason, landmarks=await _text_landmarks(call))
+            prompt = Prompt(inexact=error.reason, landmarks=self._landmarks(call, None))
         if prompt.inexact is not None:
             self._telemetry.inexact.inc(call.model.name, prompt.inexact)
         return prompt
@@ -213,8 +213,13 @@ class Placing:
             reason,
             Counted(shape, known.tokens),
             known,
-            of_prefix(known.prefix) if known.prefix is not None else await _text_landmarks(call),
+            self._landmarks(call, known.prefix),
         )
+
+    def _landmarks(self, call: Call, prefix: Prefix | None) -> Landmarks:
+        if self._policy.blind:
+            return NOWHERE
+        return of_prefix(prefix) if prefix is not None else _of_text(call)
 
     async def _known(self, call: Call, kind: PromptKind, scheme: HashScheme | None) -> Known:
         """A prompt's ids and hashes: made here where that is exact, else by a server that renders. Raises `Inexact`."""
@@ -249,15 +254,13 @@ def _session(tenant: Tenant, named: bytes) -> str:
     return blake2b(first, key=tenant.domain.encode()[:64], digest_size=16).hexdigest()
 
 
-async def _text_landmarks(call: Call) -> Landmarks:
-    """The landmarks of a prompt's text, for one whose blocks are not known; none of what has no prompt or little."""
+def _of_text(call: Call) -> Landmarks:
+    """The landmarks of a prompt's text, for one whose blocks are not known; none of what has no prompt or little.
+
+    All that the template renders is in it, tools and pictures too, with what stays the same in every turn first.
+    """
     if call.endpoint.prompt is None or len(call.raw) < PIECE:
         return NOWHERE
-    return await asyncio.to_thread(_landmarks_of, call) if len(call.raw) > INLINE_BYTES else _landmarks_of(call)
-
-
-def _landmarks_of(call: Call) -> Landmarks:
-    """All that the template renders is in it, tools and pictures too, with what stays the same in every turn first."""
     body = call.body
     system = body.get("system")
     if isinstance(system, list):

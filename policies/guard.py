@@ -55,6 +55,11 @@ class Guarded:
         """The one in service."""
         return self._policy
 
+    @property
+    def blind(self) -> bool:
+        """Whether the one in service does not care how a prompt begins."""
+        return bool(getattr(self._policy, "blind", False))
+
     def place(self, job: Job, candidates: Sequence[Candidate]) -> Placement:
         if self._policy is self._fallback:
             return self._fallback.place(job, candidates)

@@ -110,7 +110,11 @@ class Outcome(Struct, frozen=True):
 
 @runtime_checkable
 class Policy(Protocol):
-    """Chooses. `policies.conformance.conform` holds what every policy must keep."""
+    """Chooses. `policies.conformance.conform` holds what every policy must keep.
+
+    One that does not care how a prompt begins may say so by a true attribute `blind`: it is told no landmarks and no
+    likely tokens, and the gateway is spared naming them.
+    """
 
     def place(self, job: Job, candidates: Sequence[Candidate]) -> Placement:
         """Choose among `candidates`. Raises `NoCapacity` where none can take the job."""

@@ -16,6 +16,8 @@ class RoundRobin:
     has its turn as all others.
     """
 
+    blind = True
+
     def __init__(self) -> None:
         self._turns: dict[str, int] = {}
 

@@ -99,3 +99,17 @@ def test_what_was_answered_counts_for_a_moment_more() -> None:
     assert sent.under_way(marks(b"1")) == 512
     now += GRACE + 0.1
     assert (sent.under_way(marks(b"1")), sent.lately(marks(b"1"))) == (0, 512)
+
+
+def test_what_was_answered_is_bounded_though_nobody_asks_what_is_under_way() -> None:
+    now = 10.0
+    sent = Sent(lambda: now, most=8)
+    for number in range(100):
+        landmarks = marks(b"%d" % number, whole=b"w%d" % number)
+        sent.begin(landmarks)
+        sent.ended(landmarks)
+    assert sent.answered == 4, "two landmarks each"
+    now += GRACE + 0.1
+    sent.begin(marks(b"1"))
+    sent.ended(marks(b"1"))
+    assert sent.answered == 1

@@ -129,6 +129,21 @@ async def test_the_next_turn_is_placed_as_it_was_explained(
             messages += [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": f"{turn} {LONG}"}]
 
 
+@pytest.mark.parametrize("tokenizer", [False, True], ids=["text", "tokens"])
+@pytest.mark.parametrize(("policy", "names"), [("round_robin", False), ("least_loaded", True), ("cost", True)])
+async def test_beginnings_are_named_for_policies_that_care(
+    fleet: Fleet, engines: list[dict[str, Any]], policy: str, names: bool, tokenizer: bool
+) -> None:
+    tree = fleet.tree(*engines) | {"policy": {"use": policy}}
+    if not tokenizer:
+        tree["models"] = [{"name": "tiny", "block_size": 16}]
+    async with serving(tree) as house:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": LONG * 20}]}
+        answer = await house.client.post(ADMIN, json={"tenant": "team-a", "body": body})
+        assert answer.status_code == 200, answer.text
+        assert (answer.json()["prompt"]["landmarks"] > 0) is names
+
+
 async def test_one_tenant_does_not_see_what_is_held_for_another(fleet: Fleet, engines: list[dict[str, Any]]) -> None:
     async with serving(fleet.tree(*engines)) as house:
         await house.chat(LONG, max_tokens=1)

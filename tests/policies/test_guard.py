@@ -189,3 +189,17 @@ def test_a_policy_that_cancels_is_one_that_fails() -> None:
     bench = Bench(Cancels(placement("a")))
     assert bench.guarded.place(job(), engines("ab")).engine == "b"
     assert bench.counted == ["failed"]
+
+
+def test_who_replaces_a_blind_policy_is_told_how_prompts_begin() -> None:
+    class Blind(Slow):
+        blind = True
+
+    policy = Blind(placement("a"))
+    policy.bench = Bench(policy)
+    blind = [policy.bench.guarded.blind]
+    policy.seconds = 1.0
+    for _ in range(3):
+        policy.bench.guarded.place(job(), [engine("a"), engine("b")])
+    assert [*blind, policy.bench.guarded.blind] == [True, False]
+    assert not Bench(Scripted(placement("a"))).guarded.blind
