@@ -29,12 +29,13 @@ _asked_again: list[str] = []
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test again if it failed while the machine stood still."""
+    """Run a test once the engines answer at once, and again if it failed while the machine stood still."""
     watch = pyfuncitem.funcargs.get("watch")
     if not isinstance(watch, Watch) or inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     for last in range(TRIES):
+        watch.wait_until_well()
         before = watch.troubles()
         try:
             pyfuncitem.obj(**arguments)
@@ -42,7 +43,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
             if last == TRIES - 1 or not watch.grew(before):
                 raise
             _asked_again.append(pyfuncitem.name)
-            watch.wait_until_well()
         else:
             break
     return True

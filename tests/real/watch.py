@@ -2,7 +2,8 @@
 
 Virtual machines sometimes stand still for half a minute, with one core or with all. An engine that
 cannot answer /health for seconds, or whose Mooncake client gives a transfer up, proves nothing about
-the gateway: such a test is run again, at most twice, and the run's summary says so.
+the gateway: such a test is run again, at most twice, and the run's summary says so. A gateway takes such
+an engine out for a while, so that the next test waits until all have been well for that long.
 """
 
 import threading
@@ -17,6 +18,8 @@ from .stack import Engine
 PAUSE = 0.5
 LONG = 2.0
 """Seconds without an answer from /health that no idle engine needs."""
+WELL = 5.0
+"""Seconds of prompt answers after which every gateway has the engines in again."""
 
 
 class Watch:
@@ -55,7 +58,7 @@ class Watch:
     def wait_until_well(self, seconds: float = 120) -> None:
         """Wait until the engines have answered at once for a while, or give up waiting."""
         end = time.monotonic() + seconds
-        while time.monotonic() - self._well_since < 5 and time.monotonic() < end:
+        while time.monotonic() - self._well_since < WELL and time.monotonic() < end:
             time.sleep(PAUSE)
 
     def _look(self) -> None:
