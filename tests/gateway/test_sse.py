@@ -1,6 +1,6 @@
 import json
 import time
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -128,6 +128,42 @@ def test_ordinary_events_keep_every_byte(contents: list[str], end: bytes) -> Non
     stream = EventStream(Dialect.CHAT, hide_usage=True)
     assert fed(stream, bytewise(data)) == data
     assert state(stream) == (None, None, False, False)
+
+
+BEFORE = (
+    '{"choices":[{"delta":{"content":"',
+    '{"choices":[{"text":"',
+    '{"error":{"message":"',
+    '{"error":{},"content":"',
+)
+TEXTS = (
+    "", "a", "é", "abort", "[DONE]", "_transfer_params", "\\", '"', '\\"', "\r", "\n", "\n\n", "data: ",
+    "\r\rdata: [DONE]\r\r", "\n\ndata: [DONE]\n\n", '","finish_reason":"abort', '","usage":{"prompt_tokens":1},"x":"',
+    '"},"error":{"message":"', '","kv_transfer_params":{"h":1},"x":"', '"}}]}\n\ndata: {"choices":[{"x":"',
+)  # fmt: skip
+BEHIND = ('"}}]}', '"},"finish_reason":"stop"}]}', '"},"finish_reason":"abort"}]}', '"')
+ENDS = ("\n\n", "\n", "", "\r\r", "\r\n\r\n")
+
+
+@pytest.mark.parametrize("hide", [False, True], ids=["shown", "hidden"])
+@pytest.mark.parametrize("known", [False, True], ids=["new engine", "known engine"])
+@pytest.mark.parametrize("together", [1, 2])
+def test_an_event_like_the_last_one_is_read_as_any_other(together: int, known: bool, hide: bool) -> None:
+    def made(pieces: list[bytes]) -> tuple[bytes, object]:
+        fingerprint = Fingerprint()
+        if known:
+            fingerprint.learn(PRINT)
+        stream = EventStream(Dialect.CHAT, hide_usage=hide, fingerprint=fingerprint)
+        out = fed(stream, pieces)
+        counted = not any(b"\r" in piece for piece in pieces) and not stream.aborted
+        return out, (state(stream), stream.events if counted else None)
+
+    usual = f"data: {BEFORE[0]}the text{BEHIND[0]}\n\n".encode()
+    behind = usual * (together - 1)
+    for before, text, after, end in product(BEFORE, TEXTS, BEHIND, ENDS):
+        odd = f"data: {before}{text}{after}{end}".encode()
+        pieces = [usual + behind, odd + behind, usual + behind]
+        assert made(pieces) == made(bytewise(b"".join(pieces))), odd
 
 
 def test_unicode_line_separators_end_nothing() -> None:
