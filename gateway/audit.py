@@ -281,6 +281,8 @@ class Auditor:
     def _note(self, engine: Engine, finding: Finding, check: str) -> None:
         self._checks.inc(engine.spec.model, check, finding.kind)
         known = engine.finding
+        if known is not None and known.disagrees and not finding.agrees and not finding.disagrees:
+            finding = known  # what could not be found out this time disproves nothing
         engine.found(finding, time.monotonic())
         if (known is None or known.kind != finding.kind) and finding.disagrees:
             log.warning(

@@ -6,6 +6,7 @@ Simulated engines and a real Mooncake master, all on the loopback.
 import asyncio
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,6 +103,16 @@ async def test_one_engine_of_three_that_is_otherwise(
         await eventually(lambda: found(house, "keys", "agrees"), 20)
         assert not await house.metric("inexact_total")
     assert odd["url"].removeprefix("http://") in caplog.text
+
+
+async def test_what_cannot_be_found_out_again_is_no_less_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.audit.AGAIN", 0.5)
+    with simulated_fleet(tmp_path) as own:
+        async with serving(own.tree(own.engine("--hash-seed", "7"))) as house:
+            await eventually(lambda: found(house, "keys", "seed"), 20)
+            await asyncio.to_thread(own.master.stop)
+            await eventually(lambda: found(house, "keys", "pool_unreachable"), 20)
+            assert await house.metric("engine_agrees") == 0
 
 
 async def test_events_tell_of_another_seed(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:

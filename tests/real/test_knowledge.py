@@ -15,6 +15,7 @@ from gateway.demo import ANSWER_TOKENS, SYSTEM, TURNS, WORK
 from .ask import CHAT, Answered, chat, eventually, metric, post, words
 from .conftest import KEYS, SECRET, tenants
 from .stack import Engine, Gateway, Master, start_engine, start_gateway, start_master
+from .watch import Watch
 
 BLOCK = 32
 CLIENT_TTL = 10
@@ -91,6 +92,12 @@ def place(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield Place(model_folder, folder, master, engines, stop)
 
 
+@pytest.fixture(scope="module")
+def watch(place: Place) -> Iterator[Watch]:
+    with Watch(place.engines) as watch:
+        yield watch
+
+
 def sources(engine: Engine) -> tuple[int, int]:
     """Tokens that the engine took from its own cache, and from the pool, since its start."""
     own, pool = (
@@ -111,6 +118,7 @@ def turn(place: Place, gateway: Gateway, messages: list[dict[str, Any]], key: st
     return answer, (now[0] - was[0], now[1] - was[1])
 
 
+@pytest.mark.usefixtures("watch")
 @pytest.mark.parametrize("policy", ["round_robin", "cache_aware"])
 def test_what_is_predicted_is_what_engines_count(place: Place, policy: str) -> None:
     gateway = place.gateway(policy)
@@ -131,6 +139,7 @@ def test_what_is_predicted_is_what_engines_count(place: Place, policy: str) -> N
         assert sum(pool for *_, pool in told) > 0, "a turn on the other engine loads from the pool"
 
 
+@pytest.mark.usefixtures("watch")
 def test_what_a_restarted_engine_held_is_forgotten(place: Place) -> None:
     gateway = place.gateway("cache_aware")
     body = chat(words(900))
