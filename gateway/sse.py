@@ -25,6 +25,8 @@ from gateway.dialects import DONE, Dialect, Usage, gave_up, usage
 
 MAX_EVENT = 1024 * 1024
 """Bytes of an unfinished event that are held; a longer one goes through in pieces, unread."""
+MOST_AROUND = 4096
+"""Bytes of an event of which what stands around its text is remembered: a token's has a few hundred."""
 
 PRIVATE = ("kv_transfer_params", "ec_transfer_params")
 """Fields of an engine's answer that are between engines: a client never gets them."""
@@ -108,7 +110,7 @@ class EventStream:
         if self._held:
             self._held.append((data, False))
             return b""
-        self._around = _around(data) if events == 1 else None
+        self._around = _around(data) if events == 1 and len(data) <= MOST_AROUND else None
         return data
 
     def rest(self) -> bytes:
