@@ -127,7 +127,7 @@ class EventStream:
 
     @staticmethod
     def _differs_in_text(event: bytes, before: bytes, after: bytes) -> bool:
-        """Whether an event is made of these two and a text between them, in which is no word that has to be read."""
+        """Whether an event is made of these two and, between them, a text that ends neither its string nor its line."""
         if not event.startswith(before) or not event.endswith(after):
             return False
         text = event[len(before) : -len(after)]
